@@ -1,7 +1,6 @@
-"""Runs one benchmark: python -m bench NAME [options]. Without a name, prints the names of all benchmarks.
+"""Runs one benchmark: python -m bench NAME [options]. Without a name, prints all names.
 
-This file imports only the standard library before it imports the benchmark's module, because some benchmarks run on
-machines without this project's packages.
+Only the standard library is imported here, because some benchmarks run without this project's packages.
 """
 
 import sys
@@ -74,11 +73,9 @@ BENCHES = {
         "the time of decode steps on a GPU, compared with the limit of the GPU's memory bandwidth",
     ),
     "serve_gpu": ("bench.gpu.serve_gpu", "token rates and latencies of serving on a GPU, compared with vLLM"),
-    "pack": ("bench.gpu.pack", "packs vLLM for a GPU machine without a network; `pack` measures nothing"),
+    "pack": ("bench.gpu.pack", "nothing: it packs vLLM for a GPU machine without a network"),
 }
-"""The benchmarks by name: the module whose main() is called, and what the benchmark measures. bench/README.md has a
-table with more details.
-"""
+"""Each benchmark's module, whose main() is called, and what it measures. bench/README.md has more details."""
 
 
 def main() -> None:

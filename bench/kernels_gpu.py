@@ -1,19 +1,16 @@
-"""Compares paged attention with the limits of a GPU: python -m bench.kernels_gpu. The last line of the output is JSON.
+"""Compares paged attention with the limits of a GPU: python -m bench.kernels_gpu. The last line is JSON.
 
-The benchmark requires only torch and triton. In one run it measures
+In one run, with only torch and triton, and 32 query heads over 8 key heads of 128 in bf16:
 
 - the GPU's copy bandwidth (bytes read and written per second), and the rate of a bf16 matrix product;
-- attention of decodes, with 32 query heads over 8 key heads of 128 in bf16: the bytes of keys and values that are read
-  per second, as % of the copy bandwidth;
-- attention of prompts with the same heads: the floating-point operations of causal attention per second, as % of the
-  rate of the matrix product;
-- attention of decodes that share a prompt and have 64 more tokens each: the prompt's keys are read once for each
-  sequence, or once for all sequences.
+- decodes: bytes of keys and values per second, as % of the copy bandwidth;
+- prompts: floating-point operations of causal attention per second, as % of the matrix product's rate;
+- decodes that share a prompt and have 64 more tokens each: its keys read for each sequence, or once for all.
 
-Attention of decodes and prompts is also measured with torch's `scaled_dot_product_attention` (SDPA) on the same keys
-and values in a dense layout, and with FlashInfer if it is installed. All measured calls are captured in a CUDA graph,
-so that host time does not count. The calls use the keys and values of several layers in turn, so that no keys are read
-from the level 2 cache. The kernel's results are compared with torch's results before the calls are timed.
+Decodes and prompts are also measured with torch's `scaled_dot_product_attention` (SDPA) on dense keys and values, and
+with FlashInfer if it is installed. Calls are captured in a CUDA graph, so that host time does not count, and use
+several layers in turn, so that no keys come from the level 2 cache. Results are compared with torch's before the calls
+are timed.
 """
 
 import json
@@ -41,9 +38,7 @@ OWN_TOKENS = 64
 DECODES = [(batch, context) for context in (1024, 8192) for batch in (1, 32, 256)]
 PROMPTS = [2048, 8192]
 COLD_BYTES = 2**29
-"""Minimum size in bytes of the keys and values of all layers in one measurement. The minimum size is several times the
-size of any GPU's level 2 cache.
-"""
+"""Minimum bytes of the keys and values of all layers, several times any GPU's level 2 cache."""
 TOKEN_BYTES = 2 * KV_HEADS * HEAD_DIM * DTYPE.itemsize
 NUM_CALLS = 20
 NUM_REPLAYS = 10
@@ -51,7 +46,7 @@ NUM_REPLAYS = 10
 
 @dataclass(frozen=True)
 class Result:
-    """One row of the table of attention. FlashInfer's time is None if FlashInfer did not run."""
+    """FlashInfer's time is None if it did not run."""
 
     what: str
     limit: str
@@ -62,7 +57,7 @@ class Result:
 
 
 class Setting:
-    """The keys and values of `batch` sequences of `context` tokens, in shuffled blocks and also in a dense layout."""
+    """Keys and values of `batch` sequences of `context` tokens, in shuffled blocks and dense."""
 
     def __init__(self, batch: int, context: int, query_len: int, device: torch.device) -> None:
         self.batch, self.context, self.query_len = batch, context, query_len
@@ -76,8 +71,8 @@ class Setting:
         self.query = torch.randn((batch * query_len, HEADS, HEAD_DIM), dtype=DTYPE, device=device)
 
     def dense(self) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """The dense inputs of SDPA: the query, [batch, heads, query_len, head_dim], and for each layer keys and values,
-        [batch, heads, tokens, head_dim].
+        """SDPA's query, [batch, heads, query_len, head_dim], and each layer's keys and values, [batch, heads, tokens,
+        head_dim].
         """
         query = self.query.view(self.batch, self.query_len, HEADS, HEAD_DIM).transpose(1, 2).contiguous()
         return query, [(self._dense(layer, 0), self._dense(layer, 1)) for layer in self.layers]
@@ -88,7 +83,6 @@ class Setting:
 
 
 def main() -> None:
-    """Measure attention, and print the tables and JSON."""
     if not torch.cuda.is_available():
         sys.exit("bench kernels_gpu measures kernels on an NVIDIA GPU, and torch finds none on this machine.")
     device = torch.device("cuda")
@@ -129,7 +123,7 @@ def main() -> None:
 
 def measure(device: torch.device, bandwidth: float, rate: float, flashinfer: Any) -> Iterator[Result]:
     for batch, context in DECODES:
-        # bytes of the paged, the dense and a temporary copy of keys and values
+        # bytes of the paged, the dense and a temporary copy
         needed = 3 * max(batch * context * TOKEN_BYTES, COLD_BYTES)
         if torch.cuda.mem_get_info(device)[0] < needed:
             say(f"decode {batch} x {context}: left out, it takes {needed / 2**30:.0f} GiB")
@@ -140,16 +134,14 @@ def measure(device: torch.device, bandwidth: float, rate: float, flashinfer: Any
         torch.cuda.empty_cache()
     for length in PROMPTS:
         ours, sdpa, peer = times(Setting(1, length, length, device), flashinfer)
-        # causal attention computes half of each of its two matrix products
+        # causal attention computes half of both matrix products
         percent = 100 * 2 * HEADS * HEAD_DIM * length * (length + 1) / ours / rate
         yield Result(f"prompt of {length}", "product", 1e6 * ours, percent, sdpa, peer)
         torch.cuda.empty_cache()
 
 
 def shared_seconds(batch: int, prompt: int, device: torch.device) -> tuple[float, float]:
-    """Seconds of attention for decodes that share a prompt, with two kernels. The first kernel reads the shared
-    prompt's keys once for each sequence, and the second kernel reads them once for all sequences.
-    """
+    """Seconds of decodes that share a prompt, its keys read for each sequence, and once for all."""
     ops = ops_for(device)
     setting = Setting(batch, prompt + OWN_TOKENS, 1, device)
     tables = setting.tables.clone()
@@ -171,9 +163,7 @@ def shared_seconds(batch: int, prompt: int, device: torch.device) -> tuple[float
 
 
 def times(setting: Setting, flashinfer: Any) -> tuple[float, float, float | None]:
-    """The time of one attention call: seconds with pagewire's kernel, then microseconds with SDPA and with
-    FlashInfer.
-    """
+    """Time of a call: seconds with pagewire's kernel, microseconds with SDPA and with FlashInfer."""
     ops = ops_for(setting.query.device)
     calls = [partial(ops.paged_attention, setting.query, layer, setting.metadata, SCALE) for layer in setting.layers]
     expected, sdpa_us = sdpa_microseconds(setting)
@@ -182,7 +172,7 @@ def times(setting: Setting, flashinfer: Any) -> tuple[float, float, float | None
 
 
 def sdpa_microseconds(setting: Setting) -> tuple[Tensor, float]:
-    """SDPA's result for the first layer, [num_tokens, heads, head_dim], and the microseconds of an SDPA call."""
+    """SDPA's result for the first layer, [num_tokens, heads, head_dim], and microseconds of a call."""
     query, layers = setting.dense()
     attend = partial(
         functional.scaled_dot_product_attention, is_causal=setting.query_len > 1, scale=SCALE, enable_gqa=True
@@ -192,9 +182,7 @@ def sdpa_microseconds(setting: Setting) -> tuple[Tensor, float]:
 
 
 def flashinfer_microseconds(setting: Setting, expected: Tensor, flashinfer: Any) -> float | None:
-    """Microseconds of a FlashInfer call. If FlashInfer is absent or fails, the reason is printed and None is
-    returned.
-    """
+    """Microseconds of a FlashInfer call, or None, with the reason printed, if it is absent or fails."""
     if flashinfer is None:
         return None
     try:
@@ -229,8 +217,8 @@ def import_flashinfer() -> Any:
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second that a copying kernel reads and writes together. torch's `copy_` is not used, because in a CUDA
-    graph `copy_` uses the slower copy engine.
+    """Bytes per second of a copying kernel, read and written. In a CUDA graph, torch's `copy_` uses the slower copy
+    engine.
     """
     source = torch.randint(2**30, (2**29,), dtype=torch.int32, device=device)
     destination = torch.empty_like(source)
@@ -238,16 +226,14 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def matmul_rate(device: torch.device) -> float:
-    """Floating-point operations per second of a product of square bf16 matrices."""
+    """Floating-point operations per second of square bf16 matrices."""
     size = 8192
     left, right = torch.randn(2, size, size, dtype=DTYPE, device=device)
     return 2 * size**3 / seconds([lambda: left @ right])
 
 
 def seconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Mean seconds of one of the calls. A CUDA graph contains each call at least once; the result is the median over
-    replays of this graph.
-    """
+    """Mean seconds of a call: the median over replays of a CUDA graph that contains each at least once."""
     for call in calls[:3]:
         call()  # these calls compile kernels and allocate memory before the capture
     torch.cuda.synchronize()
@@ -270,9 +256,7 @@ def seconds(calls: Sequence[Callable[[], object]]) -> float:
 
 
 def check_close(found: Tensor, expected: Tensor) -> None:
-    """Compare the results of every head of every token. bf16 rounds attention weights and values with a relative error
-    of up to 1/256. Within a head's vector, the rounding errors average out.
-    """
+    """Compare every head of every token. bf16 has relative errors of up to 1/256, which average out within a head."""
     error = (found.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
     assert error.max() < 0.03, f"a result is off by {error.max():.1%} of its length"
 

@@ -1,21 +1,15 @@
-"""Compares a worker's decode steps with the limit of the GPU's memory bandwidth: python -m bench.steps_gpu. The last
-line of the output is JSON.
+"""Compares a worker's decode steps with the GPU's memory bandwidth: python -m bench.steps_gpu. The last line is JSON.
 
-A worker with the shape of Llama 3 8B and random weights in bf16 computes steps of 1, 32 and 256 sequences. Each
-sequence has 1,024 tokens of context. The time of a step includes the session's work, building the batch, the CUDA
-graph, greedy sampling and copying the sampled tokens to the host. Protobuf and gRPC are not measured. The limit of a
-step is the time to read its weights, keys and values once, at the copy bandwidth measured in the same run.
+Llama 3 8B's shape with random bf16 weights, 1, 32 and 256 sequences with 1,024 tokens of context. A step includes the
+session's work, the batch, the CUDA graph, greedy sampling and the copy of the tokens to the host, but no protobuf or
+gRPC. Its limit is the time to read weights, keys and values once, at the copy bandwidth of the same run.
 
-The time of a step is measured from the end of the previous step to the end of the step. All figures are medians over
-several steps. In the columns "step", each step is launched before the previous step has finished, as when a scheduler
-sends steps ahead. In the columns "alone", each step is launched after the previous step has finished.
+Times are from the end of the previous step to the end of the step; all figures are medians. "step": launched before the
+previous step has finished, as when a scheduler sends steps ahead. "alone": launched after it.
 
-The second table lists steps in which each sequence has one of four adapters of rank 16, and steps that verify four
-wrong drafts of each sequence. Steps with drafts are launched after the previous step has finished. The third table
-lists steps that compute a prompt, or the uncached rest of a prompt, together with the decodes of 31 sequences. Steps
-with a prompt are launched before the previous step has finished. All three tables are printed twice, for the fastest
-kernels and for the kernels of `--batch-invariant`. The cost of `--batch-invariant` is printed for decodes and for
-prompts.
+The second table has steps with one of four adapters of rank 16 for each sequence, and steps that verify four wrong
+drafts of each (launched alone). The third has steps with a prompt, or its uncached rest, and the decodes of 31
+sequences. All are printed for the fastest kernels and for `--batch-invariant`, with its cost for decodes and prompts.
 """
 
 import json
@@ -51,11 +45,11 @@ NUM_DRAFTS = 4
 
 
 class Prompt(NamedTuple):
-    """A prompt whose uncached tokens are computed in one step."""
+    """Its uncached tokens are computed in one step."""
 
     num_tokens: int
     behind: int
-    """Number of the prompt's leading tokens that were computed in earlier steps."""
+    """Leading tokens that were computed in earlier steps."""
 
 
 PROMPTS = (Prompt(32, 0), Prompt(128, 0), Prompt(224, 0), Prompt(32, CONTEXT), Prompt(224, CONTEXT))
@@ -65,7 +59,6 @@ BLOCK_SIZE = 16
 
 
 def main() -> None:
-    """Measure steps, and print the tables and JSON."""
     if not torch.cuda.is_available():
         sys.exit("bench steps_gpu measures steps on an NVIDIA GPU, and torch finds none on this machine.")
     device = torch.device("cuda")
@@ -86,7 +79,7 @@ def main() -> None:
 
 
 def measure_worker(device: torch.device, bandwidth: float, *, batch_invariant: bool) -> dict[str, Any]:
-    """Measure the steps of one worker, print their tables, and return the figures."""
+    """Print the tables of one worker, and return the figures."""
     config = read_config(LLAMA_3_8B)
     model = build_model(config, torch.bfloat16, device, batch_invariant=batch_invariant)
     tensors = model.checkpoint_tensors()
@@ -125,7 +118,7 @@ def measure_worker(device: torch.device, bandwidth: float, *, batch_invariant: b
             f"{eager:>20.2f} ms"
         )
         results.append({"batch": batch, "limit_ms": limit, "step_ms": step, "alone_ms": alone, "eager_ms": eager})
-    say(f"{'sequences':>9}{'adapters':>12}{'without graphs':>16}{'guesses':>12}{'without graphs':>16}")
+    say(f"{'sequences':>9}{'adapters':>12}{'without graphs':>16}{'drafts':>12}{'without graphs':>16}")
     for result, batch in zip(results, BATCHES, strict=True):
         for name, num_drafts in (("adapters", 0), ("guesses", NUM_DRAFTS)):
             for way, runner in (("", replayed), ("_eager", launched)):
@@ -147,9 +140,7 @@ def measure_worker(device: torch.device, bandwidth: float, *, batch_invariant: b
 
 
 def random_adapters(model: CausalModel) -> Adapters:
-    """A random adapter for each adapter slot, with weights for all linear layers. The adapter's name is the slot's
-    number.
-    """
+    """One for each slot, named by its number, with weights for all linear layers."""
     adapters = Adapters(model, ROOM)
     for number in range(ROOM.num_slots):
         adapters.add(
@@ -175,10 +166,9 @@ def measure(
     num_drafts: int = 0,
     prompt: Prompt | None = None,
 ) -> float:
-    """Median milliseconds from the end of a step to the end of the next step.
+    """Median milliseconds from the end of a step to the end of the next.
 
-    `num_drafts` is the number of drafts for each sequence. `prompt` is computed as an additional sequence in each step,
-    and is removed after the step.
+    `num_drafts` are for each sequence. `prompt` is an additional sequence of each step, removed after it.
     """
     session = Session(1, limits)
     blocks = torch.randperm(limits.num_device_blocks, generator=torch.Generator().manual_seed(0))
@@ -217,9 +207,7 @@ def measure(
 
 
 def with_prompt(output: SchedulerOutput, prompt: Prompt, table: list[int]) -> SchedulerOutput:
-    """The given step with the prompt as an additional, new sequence. The new sequence uses the blocks of the previous
-    step's prompt.
-    """
+    """The step with the prompt as a new sequence, in the blocks of the previous step's prompt."""
     number, last = BESIDE + output.step_id, prompt.behind + prompt.num_tokens
     new = NewSequence(
         sequence_id=number,
@@ -240,7 +228,7 @@ def with_prompt(output: SchedulerOutput, prompt: Prompt, table: list[int]) -> Sc
 
 
 def finish(session: Session, running: RunningStep) -> float:
-    """Wait for a launched step to finish. Returns the time at which it finished."""
+    """The time at which a launched step finished."""
     answer = running.finish()
     session.fill_in(running.chunks, answer.token_ids, answer.num_tokens)
     return time.perf_counter()

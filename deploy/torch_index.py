@@ -1,7 +1,6 @@
-"""Print the pip arguments for the small CPU build of torch, if it is wanted and its index answers.
+"""Print the pip arguments for the small CPU build of torch, if the machine has no GPU and PyTorch's index answers.
 
-PyPI's torch is the CUDA build with gigabytes of libraries. A machine with a GPU, or one that does not reach
-PyTorch's own index, gets PyPI's build.
+PyPI's torch is the CUDA build with gigabytes of libraries.
 """
 
 import shutil

@@ -1,7 +1,2 @@
-"""The operations of a model's forward pass and of the sampler. This package imports no code of the services, and
-depends only on torch. The subpackage `triton` also depends on the library triton.
-
-The modules `reference` and `sampling.eager`, and their helpers, are eager torch. Eager torch runs on every device, and
-is the oracle with which tests compare the faster kernels. The modules `backends` and `sampling.ops` choose the kernels
-for a device.
-"""
+"""The operations of a forward pass and of the sampler. Imports torch and triton only, no code of the services.
+`reference` and `sampling.eager` are eager torch for every device, and the oracle of the tests."""

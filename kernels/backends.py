@@ -1,4 +1,4 @@
-"""Chooses the backend that computes the operations of a decoder layer on a device."""
+"""Chooses the backend of a decoder layer's operations."""
 
 from functools import cache
 from importlib import import_module
@@ -15,7 +15,7 @@ _INVARIANT = {"cpu": "kernels.cpu.ops", "cuda": "kernels.triton.invariant"}
 
 
 def backend_name(device: torch.device) -> str:
-    """The name of the backend that is chosen for a device, for logs."""
+    """For logs."""
     backend = ops_for(device)
     if backend is reference:
         return EAGER
@@ -24,12 +24,8 @@ def backend_name(device: torch.device) -> str:
 
 @cache
 def ops_for(device: torch.device, batch_invariant: bool = False) -> Ops:
-    """Returns the fastest backend of a decoder layer's operations that can run on a device.
-
-    batch_invariant: whether the backend should be batch-invariant. The compiled CPU kernels are always batch-invariant,
-    and for GPUs there is a batch-invariant backend. Eager torch, the backend of all other devices, is never
-    batch-invariant.
-    """
+    """The fastest backend for a device. batch_invariant: has an effect on GPUs; the compiled CPU kernels always are,
+    and eager torch never is."""
     try:
         return cast(Ops, import_module((_INVARIANT if batch_invariant else _BACKENDS)[device.type]))
     except (KeyError, ImportError):

@@ -1,4 +1,4 @@
-"""Operations of a decoder layer that are composed of other operations, for backends without a fused kernel for them."""
+"""Operations composed of others, for backends without a fused kernel."""
 
 import torch
 from torch import Tensor
@@ -23,14 +23,11 @@ def qkv_attention(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """Attention from the output of a fused QKV projection. Normalises and rotates the heads, stores the new keys and
-    values, and computes attention.
+    """Attention from a fused QKV projection: normalise and rotate heads, store keys and values, attend.
 
-    qkv is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], query, key and value heads in this order. The
-    function may overwrite qkv. norms: weights of `rms_norm` for query heads and for key heads, [head_dim] each, or
-    None. eps, offset: see `rms_norm`. rotation: cosines and sines from `rotary_tables`, or None. Heads are rounded only
-    once, after normalisation and rotation. layer_cache, slots: see `store_kv`. Returns [num_tokens, num_heads *
-    head_dim].
+    qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], query, key, value; may be overwritten. norms: weights
+    [head_dim] for query and key heads, or None. eps, offset: see `rms_norm`. rotation: from `rotary_tables`, or None.
+    Heads are rounded once. layer_cache, slots: see `store_kv`. Returns [num_tokens, num_heads * head_dim].
     """
     num_kv_heads, head_dim = layer_cache.shape[3], head_dim_of(layer_cache)
     heads = qkv.float().view(len(qkv), -1, head_dim)
@@ -49,6 +46,5 @@ def qkv_attention(
 
 
 def pack_float8(ops: Ops, weight: Float8Weight, wide: bool = False) -> Product:
-    """Pack an e4m3 weight for the product that `kernels.float8` defines. The packed weight is stored in bfloat16. The
-    product is batch-invariant."""
+    """Pack an e4m3 weight as bfloat16, for the product of `kernels.float8`. Batch-invariant."""
     return product_in_16_bits(weight, ops.pack_batch_invariant, wide)

@@ -1,10 +1,6 @@
-"""The interface of a backend for the operations of a decoder layer. A backend is a module with one function for each
-method of `Ops`.
-
-If a backend has no faster kernel for an operation, it uses the function of `kernels.reference`. The docstrings of
-`kernels.reference`, `kernels.composed` and `kernels.linear.experts` define the operations. `kernels.backends` chooses a
-backend.
-"""
+"""The interface of a backend for a decoder layer: a module with one function for each method of `Ops`.
+`kernels.reference`, `kernels.composed` and `kernels.linear.experts` define the operations; backends use these functions
+where they have no faster kernel."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,55 +13,45 @@ from kernels.attention.metadata import AttentionMetadata
 from kernels.float8 import Float8Weight
 
 Product = Callable[[Tensor, Tensor | None], Tensor]
-"""A function with a packed weight that computes `x @ weight.T + bias` from the arguments x, [rows, inputs], and bias,
-[outputs] or None."""
+"""`x @ weight.T + bias` for a packed weight. Arguments: x [rows, inputs], and bias [outputs] or None."""
 
 
 @runtime_checkable
 class Table(Protocol):
-    """A `Product` that can also return rows of its packed weight, such as the embeddings of tokens."""
+    """A `Product` that can also return rows of its weight, such as embeddings."""
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor: ...
 
     def rows(self, numbers: Tensor) -> Tensor:
-        """Read rows of the weight. numbers is [n] int64, the numbers of the rows. Returns [n, inputs] float32."""
+        """numbers: [n] int64. Returns [n, inputs] float32."""
 
 
 @dataclass(frozen=True)
 class LoraWeights:
-    """The weights of several adapters for one linear layer. Each adapter has a slot.
-
-    The outputs of the linear layer consist of parts: a part is one of several fused projections, or the only
-    projection. Each part has separate inner units.
-    """
+    """Adapters of a linear layer, each in a slot. Parts are the layer's fused projections, with separate inner
+    units."""
 
     a: Tensor
-    """[slots, parts, max_rank, inputs]: the weights from inputs to inner units (LoRA's matrix A)."""
+    """[slots, parts, max_rank, inputs]: LoRA's A."""
     b: Tensor
-    """[slots, max_rank, outputs]: the weights from inner units to outputs (LoRA's matrix B), multiplied by the
-    adapter's scaling factor. The inner units of a part contribute only to the outputs of the same part."""
+    """[slots, max_rank, outputs]: LoRA's B, scaled. Inner units of a part affect outputs of the same part only."""
     ranks: Tensor
-    """[slots] int32: number of inner units of each part; 0 if the slot's adapter does not change this linear layer."""
+    """[slots] int32: inner units of each part; 0 if the adapter does not change this layer."""
     starts: tuple[int, ...]
-    """The number of the first output of each part, followed by the number of all outputs."""
+    """Each part's first output, then the number of all outputs."""
 
 
 class GroupedWeight(NamedTuple):
-    """A quantised weight matrix with the values `number * scale - minimum`. A group of neighbouring inputs of an output
-    shares a scale and a minimum.
+    """A quantised weight: `number * scale - minimum`, with scale and minimum for groups of neighbouring inputs.
 
-    numbers is [outputs, inputs] uint8, each below 2 to the power of `bits`. scales is [outputs, groups] float16. A
-    group has 32 or 16 inputs; the last group may have fewer inputs. minimums is [outputs, groups] float16, or None. If
-    minimums is None, each minimum is the scale times the middle number, which is 2 to the power of (`bits` - 1). units
-    is None, or [outputs, inputs / 256, 2] float16 with a unit for scales and a unit for minimums. If minimums is None,
-    units are [outputs, inputs / 256, 1]. If a weight has units, its scales and minimums are uint8, and are multiplied
-    by the unit of their 256 inputs. If a weight has units but no minimums, its scales are int8. order is [inputs]
-    int64, the number of the input to which each column of `numbers` belongs, or None if columns are in the order of
-    inputs. Products reorder x by `order`.
+    numbers: [outputs, inputs] uint8, below 2 ** `bits`. scales: [outputs, groups] float16; groups have 32 or 16 inputs,
+    the last maybe fewer. minimums: [outputs, groups] float16; None: the scale times 2 ** (`bits` - 1). units: None, or
+    [outputs, inputs / 256, 2] float16 for scales and minimums; without minimums [outputs, inputs / 256, 1]. With units,
+    scales and minimums are uint8 multiples of the unit of 256 inputs; without minimums, scales are int8. order:
+    [inputs] int64, the input of each column of `numbers`, by which products reorder x; None: in order.
 
-    Kernels support only some combinations. Weights without units may have 4, 5 or 8 bits with groups of 32, or 8 bits
-    with minimums and groups of 16. Weights with units may have 4 or 5 bits with minimums and groups of 32, or 6 bits
-    without minimums and with groups of 16.
+    Kernels support, without units, 4, 5 or 8 bits with groups of 32, and 8 bits with minimums and groups of 16; with
+    units, 4 or 5 bits with minimums and groups of 32, and 6 bits without minimums with groups of 16.
     """
 
     numbers: Tensor
@@ -80,18 +66,15 @@ QuantizedWeight = GroupedWeight | Float8Weight
 
 
 class Ops(Protocol):
-    """The operations of a decoder layer, which each backend implements.
-
-    Operations take effect in the order of their calls. `qkv_attention` stores the keys and values of all rows before it
-    computes the attention of any row. If sequences share a prefix, a row may therefore attend to a block that another
-    row of the same step fills.
-    """
+    """The operations of a decoder layer, which take effect in the order of their calls. `qkv_attention` stores all
+    rows' keys and values before any row attends, so a row may attend to a shared block that another row of the step
+    fills."""
 
     WIDE_PRODUCTS: bool
-    """Whether a product that returns float32 is as fast as a product that returns 16 bits."""
+    """Whether float32 results are as fast as 16 bits."""
 
     GROUPED_PRODUCTS: bool
-    """Whether `grouped_linear` is faster than a separate product with a packed weight for each expert."""
+    """Whether `grouped_linear` is faster than a product for each expert."""
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, dtype: torch.dtype | None = None

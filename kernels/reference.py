@@ -1,11 +1,6 @@
-"""The operations of a decoder layer in eager torch. These functions run on every device, and are the oracle with which
-tests compare the faster kernels.
-
-The KV cache has the shape `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`, with keys at index 0 and
-values at index 1 of the third dimension. The keys and values of all layers in one block are contiguous, so moving a
-block is one copy. The argument `layer_cache` is the strided view `cache[:, layer]`. A slot is the place of a token in
-the cache, `block * block_size + offset`.
-"""
+"""The operations of a decoder layer in eager torch, for every device, and the oracle of the tests. The KV cache is
+`[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`, keys before values, so that moving a block is one
+copy. `layer_cache` is the view `cache[:, layer]`. A slot is `block * block_size + offset`."""
 
 import sys
 from functools import partial
@@ -28,54 +23,41 @@ from kernels.linear.experts import pack_batch_invariant as pack_batch_invariant
 from kernels.ops import GroupedWeight, LoraWeights, Ops, Product, Table
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
-"""The activation functions that `gated_activation` supports."""
+"""Functions of `gated_activation`."""
 
 WIDE_PRODUCTS = False
 GROUPED_PRODUCTS = False
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, dtype: torch.dtype | None = None) -> Tensor:
-    """RMSNorm: `x / sqrt(mean(x²) + eps) * (weight + offset)` over the last dimension, computed in float32. (Zhang and
-    Sennrich, 2019.)
-
-    x is [..., hidden_size] with any strides, in the weight's dtype or float32. weight is [hidden_size]. dtype: the
-    dtype of the result; the default is the weight's dtype. The result is contiguous and has the shape of x. `offset` is
-    1 for Gemma, whose checkpoints store norm weights reduced by 1.
-    """
+    """`x / sqrt(mean(x²) + eps) * (weight + offset)` over the last dimension, in float32 (Zhang and Sennrich, 2019). x:
+    [..., hidden_size] with any strides, in the weight's dtype or float32. weight: [hidden_size]. dtype: of the result,
+    by default the weight's. The result is contiguous. offset: 1 for Gemma, which stores weights minus 1."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (normed * (weight.float() + offset)).to(dtype or weight.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """Add x to `residual` in place, and return the `rms_norm` of the sum, in the weight's dtype.
-
-    x is [num_tokens, hidden_size], in the weight's dtype or float32. residual is [num_tokens, hidden_size] in float32,
-    so that the residual stream is not rounded to 16 bits in each layer.
-    """
+    """Add x to `residual` in place; return the sum's `rms_norm` in the weight's dtype. x: [num_tokens, hidden_size], in
+    the weight's dtype or float32. residual: [num_tokens, hidden_size] float32, so that layers do not round it to 16
+    bits."""
     residual += x
     return rms_norm(residual, weight, eps, offset)
 
 
 def rotary_tables(positions: Tensor, inverse_frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The cosines and sines for rotary embeddings: cosines and sines of `position * inverse_frequency` radians, times
-    `scale`.
-
-    positions is [num_tokens] integers; inverse_frequencies is [rotary_dim / 2] float32. Returns two float32 tensors
-    [num_tokens, rotary_dim / 2]. All layers with equal rotary embeddings use the same two tensors in a step.
-    """
+    """Cosines and sines of `position * inverse_frequency` radians, times `scale`. positions: [num_tokens] integers;
+    inverse_frequencies: [rotary_dim / 2] float32. Returns two [num_tokens, rotary_dim / 2] float32, for all layers with
+    equal rotary embeddings."""
     angles = positions.float()[:, None] * inverse_frequencies
     return angles.cos() * scale, angles.sin() * scale
 
 
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Apply rotary embeddings in place: rotate each pair (x[i], x[i + rotary_dim/2]) of every head by the pair's angle,
-    computed in float32.
-
-    x is [num_tokens, num_heads, head_dim], with any stride between tokens. cos, sin: from `rotary_tables`. If
-    rotary_dim is less than head_dim, the remaining elements of a head are unchanged. (Su et al., 2021; the pairs are
-    those of GPT-NeoX.)
-    """
+    """Rotate each pair (x[i], x[i + rotary_dim/2]) of every head by its angle, in place, in float32 (Su et al., 2021;
+    pairs of GPT-NeoX). x: [num_tokens, num_heads, head_dim], any stride between tokens. cos, sin: from `rotary_tables`.
+    Elements from rotary_dim on are unchanged."""
     rotated = x[..., : 2 * cos.shape[1]]
     first, second = rotated.float().chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
@@ -83,12 +65,9 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def store_kv(keys: Tensor, values: Tensor, layer_cache: Tensor, slots: Tensor) -> None:
-    """Write the keys and values of new tokens into the tokens' slots of the cache.
-
-    keys and values are [num_tokens, num_kv_heads, head_dim], with any stride between tokens. layer_cache is
-    [num_blocks, 2, block_size, num_kv_heads, head_dim], or an 8-bit cache (see `kernels.attention.narrow_cache`). The
-    compiled CPU kernels support a cache in int8, but not in e4m3. slots is [num_tokens] int64, without duplicates.
-    """
+    """Store keys and values in their slots. keys, values: [num_tokens, num_kv_heads, head_dim], any stride between
+    tokens. layer_cache: [num_blocks, 2, block_size, num_kv_heads, head_dim], or in 8 bits
+    (`kernels.attention.narrow_cache`; compiled CPU kernels: int8 only). slots: [num_tokens] int64, distinct."""
     if is_narrow(layer_cache.dtype):
         keys, values = narrowed(keys, layer_cache.dtype), narrowed(values, layer_cache.dtype)
     block_size = layer_cache.shape[2]
@@ -108,23 +87,19 @@ def paged_attention(
     bias: Tensor | None = None,
     causal: bool = True,
 ) -> Tensor:
-    """Paged attention, `softmax(q kᵀ * scale) v`: each query token attends to the tokens of its sequence up to itself.
-    (Kwon et al., 2023.)
+    """`softmax(q kᵀ * scale) v`: query tokens attend to their sequence up to themselves (Kwon et al., 2023).
 
-    query is [num_tokens, num_heads, head_dim], with any stride between tokens. layer_cache: see `store_kv`. The keys
-    and values of the query tokens must already be stored. num_heads is a multiple of num_kv_heads, and consecutive
-    query heads share a key head. If `window` is given, a token attends to `window` tokens, including itself. If
-    `soft_cap` is given, scores become `soft_cap * tanh(score / soft_cap)` (Gemma Team, 2024). The result is contiguous,
-    and has the shape and dtype of query. Slots outside the blocks of a sequence do not affect the sequence's result,
-    even if they contain NaN. Blocks that lie before the windows of all query tokens may belong to other sequences.
+    query: [num_tokens, num_heads, head_dim], any stride between tokens; the result is contiguous. layer_cache: see
+    `store_kv`; keys and values of the query tokens are stored already. Consecutive query heads share a key head.
+    window: tokens that a token attends to, including itself. soft_cap: scores become `soft_cap * tanh(score /
+    soft_cap)` (Gemma Team, 2024). Slots outside a sequence have no effect, even with NaN. Blocks before all windows may
+    be others'.
 
-    bias: a relative position bias (Raffel et al., 2020) that is added to the scaled scores, [num_heads, num_distances]
-    float32, contiguous. Entry d of a head's bias applies to the key that is d tokens before the query token. The last
-    entry also applies to all larger distances.
+    bias: relative position bias (Raffel et al., 2020) on scaled scores, [num_heads, num_distances] float32, contiguous.
+    Entry d is for the key d tokens before the query; the last entry is for all larger distances.
 
-    If `causal` is false, each query token attends to all `context_lens` tokens in its sequence's blocks. There must be
-    at least one context token, and there may be more query tokens than context tokens. A decoder's cross-attention to
-    the encoder's tokens is not causal. `check_attention_options` checks whether the options may be combined.
+    causal: if false (cross-attention), query tokens attend to all `context_lens` tokens, at least one, and may be more.
+    `check_attention_options` checks combinations.
     """
     check_attention_options(query, window, soft_cap, bias, causal)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -158,11 +133,8 @@ qkv_attention = partial(composed.qkv_attention, cast(Ops, sys.modules[__name__])
 
 
 def gated_activation(x: Tensor, activation: str) -> Tensor:
-    """The gated activation: computes `activation(gate) * up` in float32, from the output of the fused gate and up
-    projections. (Shazeer, 2020.)
-
-    x is [..., 2 * n], the gate followed by up. activation: a name in `ACTIVATIONS`. Returns [..., n].
-    """
+    """`activation(gate) * up` in float32 (Shazeer, 2020). x: [..., 2 * n], gate then up. activation: in `ACTIVATIONS`.
+    Returns [..., n]."""
     gate, up = x.float().chunk(2, dim=-1)
     if activation == "silu":
         activated = functional.silu(gate)
@@ -172,13 +144,9 @@ def gated_activation(x: Tensor, activation: str) -> Tensor:
 
 
 def add_lora(y: Tensor, x: Tensor, slots: Tensor, weights: LoraWeights) -> None:
-    """Add the output of each row's adapter, `(x @ a.T) @ b`, to the output y of a linear layer, in place. Sums are
-    float32. (Hu et al., 2021.)
-
-    y is [rows, outputs], in x's dtype or float32. x is [rows, inputs]. slots is [rows] int32, the slot of each row's
-    adapter, or a negative number for a row without an adapter. The rows of a batch may have different adapters, as in
-    Punica (Chen et al., 2023).
-    """
+    """Add each row's adapter, `(x @ a.T) @ b`, to y in place; sums are float32 (Hu et al., 2021). y: [rows, outputs],
+    in x's dtype or float32. x: [rows, inputs]. slots: [rows] int32, negative without adapter. Rows may have different
+    adapters, as in Punica (Chen et al., 2023)."""
     for slot in set(slots.tolist()):
         if slot < 0 or not (rank := int(weights.ranks[slot])):
             continue
@@ -192,8 +160,7 @@ def add_lora(y: Tensor, x: Tensor, slots: Tensor, weights: LoraWeights) -> None:
 
 
 def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute `x @ weight.T + bias` with a float32 result, for x and weight of any type. x is [rows, inputs]; weight is
-    [outputs, inputs]."""
+    """`x @ weight.T + bias` in float32. x: [rows, inputs]; weight: [outputs, inputs]."""
     if x.device.type != "cuda" or x.dtype is torch.float32:
         return functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
     product = torch.mm(x, weight.T, out_dtype=torch.float32)
@@ -201,15 +168,9 @@ def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def pack(weight: Tensor, wide: bool = False) -> Product | None:
-    """Pack a weight matrix. Returns a `kernels.ops.Product` that is faster than torch's `linear`, or None if there is
-    no faster product.
-
-    weight is [outputs, inputs]. wide: whether the product's result is in float32 instead of the dtype of x.
-
-    The eager version of `pack` uses oneDNN's packed layout for bf16 weights. With this layout, products of 1 to 32 rows
-    take 33 to 75 % of the time of torch's `linear`, with equal bits. oneDNN cannot return float32 for this layout. On a
-    CPU, the weight is therefore stored in float32 if `wide` is true.
-    """
+    """A product that is faster than torch's `linear`, or None. weight: [outputs, inputs]. wide: whether results are
+    float32 in place of x's dtype. Uses oneDNN's packed bf16 layout: 1 to 32 rows take 33 to 75 % of the time,
+    bit-identical. The layout has no float32 results, so a CPU stores the weight in float32 if `wide`."""
     if wide and weight.device.type == "cpu" and weight.dtype is not torch.float32:
         widened = weight.float()
         return lambda x, bias: wide_linear(x, widened, bias)
@@ -225,32 +186,27 @@ def pack(weight: Tensor, wide: bool = False) -> Product | None:
 
 
 def wide_itemsize(dtype: torch.dtype) -> int:  # noqa: ARG001 (others use it)
-    """Number of bytes of an element in the weight copy that `pack` makes on a CPU if `wide` is true. dtype: the
-    weight's dtype."""
+    """Bytes of an element in the copy that `pack` makes on a CPU if `wide`. dtype: the weight's."""
     return torch.float32.itemsize
 
 
 def pack_int8(weight: Tensor, wide: bool = False) -> Product | None:  # noqa: ARG001 (others use it)
-    """Like `pack`, with the weight quantised to int8, which halves the weight's memory. Returns None if a product with
-    an int8 weight would not be faster."""
+    """`pack` in int8, which halves the memory; None if not faster."""
     return None
 
 
 def pack_int4(weight: Tensor, wide: bool = False) -> Product | None:  # noqa: ARG001 (others use it)
-    """Like `pack`, with the weight quantised to 4 bits and x quantised to 8 bits. Returns None if a product with a
-    4-bit weight would not be faster."""
+    """`pack` with the weight in 4 bits and x in 8 bits; None if not faster."""
     return None
 
 
 def pack_w8a8(weight: Tensor, wide: bool = False) -> Table | None:  # noqa: ARG001 (others use it)
-    """Like `pack`, with the weight and x quantised to 8 bits. Returns None if a product of 8-bit integers would not be
-    faster."""
+    """`pack` with weight and x in 8 bits; None if not faster."""
     return None
 
 
 def pack_grouped(weight: GroupedWeight, wide: bool = False) -> Table | None:  # noqa: ARG001 (others use it)
-    """Like `pack_int4`, for a weight that is already quantised. Returns None if a product with such a weight would not
-    be faster."""
+    """`pack_int4` for a quantised weight; None if not faster."""
     return None
 
 
@@ -258,20 +214,16 @@ pack_float8 = partial(composed.pack_float8, cast(Ops, sys.modules[__name__]))
 
 
 def copy_blocks(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
-    """Copy whole blocks, with all layers, within the cache. All sources are read before any destination is written.
-
-    cache is [num_blocks, ...]. sources and destinations are [n] int64, block numbers. No block may be in `destinations`
-    twice.
-    """
+    """Copy whole blocks, with all layers; all sources are read before any destination is written. cache: [num_blocks,
+    ...]. sources, destinations: [n] int64, destinations distinct."""
     if cache.dtype is FLOAT8:
         cache = cache.view(torch.int8)  # torch cannot copy e4m3
     cache.index_copy_(0, destinations, cache.index_select(0, sources))
 
 
 def shared_tokens(groups: int, head_dim: int, dtype: torch.dtype) -> int:  # noqa: ARG001 (others use them)
-    """Maximum number of decodes for which a part in `metadata.shared` is computed together. The result is 0 if the
-    kernels do not use `metadata.shared`, because they find shared keys themselves or compute each decode separately.
-    groups: number of query heads that share a key head."""
+    """Maximum of decodes that compute a part of `metadata.shared` together; 0 if the kernels do not use it. groups:
+    query heads of a key head."""
     return 0
 
 
@@ -284,8 +236,8 @@ def _attend(
     soft_cap: float | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """Compute attention of one sequence. query is [heads, n, head_dim]; keys and values are [heads, context, head_dim];
-    visible is [n, context] bool; bias is [heads, n, context] float32."""
+    """query: [heads, n, head_dim]; keys, values: [heads, context, head_dim]; visible: [n, context] bool; bias: [heads,
+    n, context] float32."""
     if soft_cap is None and bias is None:
         return functional.scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=scale)
     scores = query.float() @ keys.float().transpose(1, 2) * scale

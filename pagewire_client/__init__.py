@@ -1,4 +1,4 @@
-"""A thin Python client of pagewire: `Client` for asyncio, `LLM` for offline batches, and a command line."""
+"""A thin Python client: `Client` for asyncio, `LLM` for offline batches, and a command line."""
 
 from pagewire.v1.inference_service_pb2 import (
     FINISH_REASON_ABORT,

@@ -1,4 +1,4 @@
-"""`python -m pagewire_client`: run a command against a server. Without a target, the command starts its own server."""
+"""`python -m pagewire_client`: run a command against a server, or against one that the command starts."""
 
 import argparse
 import asyncio
@@ -32,12 +32,12 @@ def run(arguments: argparse.Namespace, target: str) -> None:
         case "chat":
             chat(arguments, target)
         case "serve":
-            # imported here, because the HTTP libraries are installed only on machines that run the gateway
+            # The HTTP libraries are installed only on machines that run the gateway.
             from pagewire_client.http.serve import serve
 
             asyncio.run(serve(arguments, target, **access(arguments)))
         case "watch":
-            # the command's view itself shows lost connections, so they are not logged
+            # The view shows lost connections itself.
             logging.getLogger("pagewire_client").setLevel(logging.WARNING)
             asyncio.run(watch(target, interval=arguments.interval, once=arguments.once, **access(arguments)))
         case "requests":
@@ -56,7 +56,7 @@ def main() -> None:
     logging.getLogger("pagewire_client").setLevel(logging.INFO)
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  # Enables line editing for input().
+            import readline  # noqa: F401  # line editing for input()
     # SIGTERM and SIGHUP act like Ctrl-C: the command ends and stops its child processes.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
@@ -66,11 +66,11 @@ def main() -> None:
         elif arguments.target:
             run(arguments, arguments.target)
         else:
-            os.environ.pop("PAGEWIRE_TLS", None)  # the servers that a command starts use plain text on this machine
+            os.environ.pop("PAGEWIRE_TLS", None)  # the started servers use plain text
             sys.stderr.write("starting a scheduler and a worker …\n")
             with LocalServer(arguments.model or "default") as server:
                 run(arguments, server.target)
-    except BrokenPipeError:  # the program that reads this command's output has closed the pipe
+    except BrokenPipeError:  # the reader of the output has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     except (ServerError, ValueError, OSError) as error:

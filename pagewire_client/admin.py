@@ -1,8 +1,4 @@
-"""The asyncio client of AdminService.
-
-The client reads the cluster's state, once or as a stream. The client can also drain workers, load adapters and empty
-the prefix cache.
-"""
+"""The asyncio client of AdminService."""
 
 import asyncio
 import time
@@ -24,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A cluster state, and its time of arrival in seconds of the monotonic clock."""
+    """A cluster state, and its time of arrival on the monotonic clock."""
 
     at: float
     state: pb.ClusterState
@@ -32,16 +28,15 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """An event: the scheduler cannot be reached. `details` contains the reason. The client tries to connect again."""
+    """The scheduler cannot be reached; the client tries again."""
 
     reason: str
 
 
 class Admin:
-    """One connection to the operators' port of a scheduler. Create an Admin inside the event loop that uses it.
+    """A connection to the operators' port of a scheduler. Create it inside the event loop that uses it.
 
-    `api_key` and `tls` have the same meaning as in `Client`. Methods raise grpc.aio.AioRpcError with the server's
-    status and message.
+    `api_key` and `tls` are as in `Client`. Methods raise grpc.aio.AioRpcError with the server's status and message.
     """
 
     def __init__(self, target: str, *, api_key: str = "", tls: Path | None = None) -> None:
@@ -80,28 +75,24 @@ class Admin:
         await self._call(self._stub.UndrainWorker, pb.UndrainWorkerRequest(address=address))
 
     async def load_adapter(self, name: str) -> pb.AdapterInfo:
-        """Load an adapter from the scheduler's --lora-dir, so that requests can name it."""
+        """Load an adapter from the scheduler's --lora-dir."""
         response = await self._call(self._stub.LoadAdapter, pb.LoadAdapterRequest(name=name))
         return response.adapter
 
     async def unload_adapter(self, name: str) -> None:
-        """Unload an adapter: new requests cannot name it."""
         await self._call(self._stub.UnloadAdapter, pb.UnloadAdapterRequest(name=name))
 
     async def adapters(self) -> list[pb.AdapterInfo]:
-        """The loaded adapters, sorted by name."""
         response = await self._call(self._stub.ListAdapters, pb.ListAdaptersRequest())
         return list(response.adapters)
 
     async def reset_prefix_cache(self) -> int:
-        """Empty the prefix cache. Returns the number of blocks that were in the cache."""
+        """Returns the number of blocks that were in the cache."""
         response = await self._call(self._stub.ResetPrefixCache, pb.ResetPrefixCacheRequest())
         return response.num_blocks
 
     async def watch(self, interval: float) -> AsyncGenerator[Sample | Lost, None]:
-        """Yield the cluster's state every `interval` seconds, for ever. During an outage of the scheduler, yield a
-        single `Lost`.
-        """
+        """Yield the state every `interval` seconds, for ever, and one `Lost` for each outage."""
         request = pb.WatchClusterStateRequest(interval_ms=round(interval * 1000))
         backoff = Backoff(float("inf"))
         is_lost = False

@@ -10,17 +10,16 @@ from pagewire_common.connection.misdirected import Direction
 from pagewire_common.connection.tls import TlsFolder
 from pagewire_common.start_error import StartError
 
-CLIENTS_PORT = "clients call the scheduler's --listen, which has port 50051 unless told otherwise"
-OPERATORS_PORT = "operators' commands call the scheduler's --admin-listen, which has port 50053 unless told otherwise"
+CLIENTS_PORT = "clients call the scheduler's --listen, port 50051 by default"
+OPERATORS_PORT = "operators' commands call the scheduler's --admin-listen, port 50053 by default"
 OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.max_receive_message_length", 64 << 20),
-    # After a restart of a server, clients find the server within two seconds. The server's name may resolve to another
-    # address after the restart.
+    # A restarted server, perhaps at another address, is found within two seconds.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.min_reconnect_backoff_ms", 5_000),  # time limit of one attempt to connect, in milliseconds
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # time limit of one attempt
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
 )
 
@@ -31,18 +30,15 @@ Metadata = Sequence[tuple[str, str]] | None
 
 
 def direction(target: str, tls: Path | None, port_hint: str) -> Direction:
-    """How the channel of `connect` reaches the server. Advice about a failed call quotes these properties of the
-    connection.
-    """
+    """How `connect` reaches the server, for advice about failed calls."""
     return Direction(target, tls is not None, "--tls", port_hint, may_use_proxy=True)
 
 
 def connect(target: str, tls: Path | None = None) -> grpc.aio.Channel:
     """Open a channel. `tls` is a folder of certificates; without `tls` the channel uses plain text.
 
-    The server's certificate is checked against the folder's ca.crt. If ca.crt is missing, the system's authorities are
-    used. tls.crt and tls.key are sent to servers that ask for a client certificate. Raises ValueError if the
-    certificates, the target or the proxy are invalid.
+    The server is checked against ca.crt, or the system's authorities without ca.crt. tls.crt and tls.key are the
+    client's certificate. Raises ValueError for invalid certificates, targets or proxies.
     """
     _check_target(target)
     if tls is None:
@@ -70,9 +66,7 @@ def _check_target(target: str) -> None:
 
 
 def key_metadata(api_key: str) -> Metadata:
-    """The metadata with which a call sends an API key. The metadata is empty without a key. Raises ValueError for an
-    invalid key.
-    """
+    """Raises ValueError for an invalid key."""
     if not (api_key.isascii() and (api_key.isprintable() or not api_key)):
         raise ValueError("an API key has printable ASCII characters only")
     return (("authorization", f"Bearer {api_key}"),) if api_key else None

@@ -1,7 +1,4 @@
-"""The asyncio client: the generated stub, with prompts as Python values.
-
-If the caller stops reading the messages of a call, the call ends. If a stream breaks, the client resumes it.
-"""
+"""The asyncio client: the generated stub, with prompts as Python values."""
 
 import asyncio
 import math
@@ -26,20 +23,17 @@ from pagewire_client.retry import Backoff
 RETRY_SECONDS = 60.0
 
 MAX_TEXTS = 2048
-"""Maximum number of texts in one call. The client splits a longer list of texts into several calls."""
+"""Texts of one call. Longer lists are split into several calls."""
 
 T = TypeVar("T")
 
 
 class Client:
-    """One connection to a scheduler service. Create a client inside the event loop that uses it.
+    """A connection to a scheduler service. Create it inside the event loop that uses it.
 
     Every method raises grpc.aio.AioRpcError with the server's status and message. While the server cannot be reached or
-    is shutting down, calls are retried for `retry_for` seconds. If `retry_for` is 0, calls are not retried. A stream
-    that broke is resumed without losing or repeating a token. Attempts are logged as INFO by the logger
-    `pagewire_client`.
-
-    `api_key` is for servers that require a key. `tls` is a folder of certificates: see `channel.connect`.
+    is shutting down, calls are retried for `retry_for` seconds, and logged as INFO by `pagewire_client`. A broken
+    stream is resumed without losing or repeating a token. `tls` is a folder of certificates: see `channel.connect`.
     """
 
     def __init__(
@@ -48,7 +42,7 @@ class Client:
         self._retry_for = retry_for
         self._metadata = tuple(key_metadata(api_key) or ())
         self._target = target
-        self._streams: dict[tuple[str, str], ResumableStream] = {}  # streams by tenant and request_id
+        self._streams: dict[tuple[str, str], ResumableStream] = {}  # by tenant and request_id
         self._channel = connect(target, tls)
         self._explain = direction(target, tls, CLIENTS_PORT).explain
         self._stub = InferenceServiceStub(self._channel)
@@ -66,11 +60,8 @@ class Client:
         await self._channel.close()
 
     async def wait_until_serving(self, timeout: float | None = None) -> None:
-        """Wait until the server reports SERVING.
-
-        Raises TimeoutError after `timeout` seconds. Raises AioRpcError if waiting is useless, for example if the port
-        belongs to another service.
-        """
+        """Wait until the server reports SERVING. Raises TimeoutError after `timeout` seconds, and AioRpcError if
+        waiting is useless, for example for another service's port."""
         backoff = Backoff(math.inf, target=self._target)
         try:
             async with asyncio.timeout(timeout):
@@ -80,9 +71,7 @@ class Client:
             raise TimeoutError(f"the server was not ready within {timeout} s") from None
 
     async def _is_serving(self, backoff: Backoff) -> bool:
-        """Watch the server's health until the server serves or the watch ends. A pause follows a watch that ended,
-        because a load balancer without servers ends each watch at once.
-        """
+        """Watch the server's health. A load balancer without servers ends each watch at once, so a pause follows."""
         watch = self._health.Watch(health_pb2.HealthCheckRequest())
         try:
             async for response in watch:
@@ -111,13 +100,11 @@ class Client:
         timeout: float | None = None,
         retry_for: float | None = None,
     ) -> AsyncIterator[pb.GenerateResponse]:
-        """Stream a prompt's continuation. If the caller leaves the `async for` loop early, the server ends the request
-        and frees its memory.
+        """Stream a prompt's continuation. If the caller leaves the `async for` loop early, the server ends the request.
 
-        `lora_name`: a low-rank adapter; empty for the base model. `priority`: on servers with --scheduling-policy
-        priority, requests with a lower number run first. `cache_salt`: cached prefixes are shared only among requests
-        with the same salt. `timeout`: seconds until the deadline of the whole call. `retry_for`: seconds during which a
-        failed call is retried; the default is the client's `retry_for`.
+        `lora_name`: a low-rank adapter; empty for the base model. `priority`: with --scheduling-policy priority, lower
+        numbers run first. `cache_salt`: cached prefixes are shared only with the same salt. `timeout`: seconds of the
+        whole call. `retry_for`: seconds; the default is the client's.
         """
         request = pb.GenerateRequest(
             request_id=request_id or uuid.uuid4().hex,
@@ -161,10 +148,8 @@ class Client:
         priority: int = 0,
         cache_salt: str = "",
     ) -> list[Embedding]:
-        """The vectors of texts, in the order of the texts. Each text is a string or a list of token ids.
-
-        `pooling` and `normalize` default to the settings with which the model was trained.
-        """
+        """The vectors of texts (strings or token ids), in order. `pooling` and `normalize` default to the model's
+        training."""
         found: list[Embedding] = []
         for start in range(0, len(texts), MAX_TEXTS):
             request = pb.EmbedRequest(
@@ -206,7 +191,7 @@ class Client:
         priority: int = 0,
         cache_salt: str = "",
     ) -> list[tuple[int, float]]:
-        """Score documents. Returns (index, score) of each document, the highest score first.
+        """Returns (index, score) of each document, the highest score first.
 
         `pair_format` is for models that were trained on single texts, for example "Query: {query} Answer: {document}".
         """
@@ -240,12 +225,10 @@ class Client:
         priority: int = 0,
         cache_salt: str = "",
     ) -> AsyncIterator[pb.TranscribeResponse]:
-        """Transcribe a sound. Yields the language, then segments of text with their times, then the end.
+        """Yields the language, then segments of text with their times, then the end. Failed calls are not retried.
 
-        `language` is an ISO 639 code or an English name; if `language` is empty, the server detects the language.
-        `scores` adds the model's confidence to segments, and `words` the time of each word. `prompt` is the text before
-        the sound, or a text that contains expected names and shows the expected style. If the caller leaves the `async
-        for` loop early, the server ends the call and frees its memory. A failed `transcribe` call is not retried.
+        `language`: an ISO 639 code or an English name; empty to detect it. `scores` adds confidence to segments, and
+        `words` the time of each word. `prompt`: the text before the sound, or an example of names and style.
         """
         request = pb.TranscribeRequest(
             sound=pb.Sound(data=sound.data, content_type=sound.content_type),
@@ -271,10 +254,8 @@ class Client:
             stream.cancel()
 
     async def abort(self, request_id: str, *, tenant: str = "") -> bool:
-        """End a tenant's call in flight. Returns whether the call existed.
-
-        If this client made the call, the call ends and is not resumed, even if the server does not know the call.
-        """
+        """End a tenant's call in flight. Returns whether the call existed. A call of this client is not resumed, even
+        if the server does not know it."""
         request = pb.AbortRequest(request_id=request_id, tenant=tenant)
         stream = self._streams.get((tenant, request_id))
         if stream is None:
@@ -292,7 +273,7 @@ class Client:
     async def tokenize(
         self, text: str | Sequence[Mapping[str, str]], *, parse_special_tokens: bool = False
     ) -> list[int]:
-        """Token ids of a text or of chat messages, as `generate` would compute them."""
+        """Token ids of a text or of chat messages, as `generate` computes them."""
         request = pb.TokenizeRequest(parse_special_tokens=parse_special_tokens)
         if isinstance(text, str):
             request.text = text
@@ -305,7 +286,7 @@ class Client:
         return (await self._retrying(self._stub.Detokenize, request)).text
 
     async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token, as it is decoded within a longer text. `token_ids` contains at most 4,096 tokens."""
+        """The text of each token, as decoded within a longer text. At most 4,096 tokens."""
         request = pb.DetokenizeRequest(token_ids=token_ids, separately=True)
         return list((await self._retrying(self._stub.Detokenize, request)).texts)
 

@@ -1,36 +1,34 @@
-"""Reads files that a user names. The size of a file is limited, because a file such as /dev/zero has no end. The text
-of every error is a full sentence.
-"""
+"""Reads files that a user names, up to a size, because a file such as /dev/zero has no end."""
 
 import sys
 from pathlib import Path
 
 MAX_TEXT_BYTES = 16 << 20
-"""Maximum size of a prompt or a form in bytes. No server accepts a larger gRPC message."""
+"""Bytes of a prompt or a form: the largest gRPC message of a server."""
 
 
 def read_file(path: Path, most: int) -> bytes:
-    """Read a file. Raises ValueError if the file cannot be read or has more than `most` bytes."""
+    """Raises ValueError if the file cannot be read or has more than `most` bytes."""
     try:
         with path.open("rb") as file:
             data = file.read(most + 1)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
     if len(data) > most:
-        raise ValueError(f"{path} has more than {most} bytes, the most that are read")
+        raise ValueError(f"{path} has more than the limit of {most} bytes")
     return data
 
 
 def read_text(path: Path) -> str:
-    """Read a UTF-8 file. Raises ValueError if the file cannot be read, is too large, or is not UTF-8."""
+    """Raises ValueError if the file cannot be read, is too large, or is not UTF-8."""
     return _decoded(read_file(path, MAX_TEXT_BYTES), str(path))
 
 
 def read_stdin() -> str:
-    """Read stdin to its end. Raises ValueError if the text is too large or not UTF-8."""
+    """Raises ValueError if the text is too large or not UTF-8."""
     data = sys.stdin.buffer.read(MAX_TEXT_BYTES + 1)
     if len(data) > MAX_TEXT_BYTES:
-        raise ValueError(f"stdin has more than {MAX_TEXT_BYTES} bytes, the most that are read")
+        raise ValueError(f"stdin has more than the limit of {MAX_TEXT_BYTES} bytes")
     return _decoded(data, "stdin")
 
 

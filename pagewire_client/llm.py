@@ -25,23 +25,17 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Output:
-    """One of a prompt's outputs. A prompt has n outputs."""
-
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
     finish_reason: pb.FinishReason = pb.FINISH_REASON_UNSPECIFIED
     stop_reason: str | int | None = None
     error: str = ""
-    """The error's message if finish_reason is FINISH_REASON_ERROR. An error in one output does not affect the prompt's
-    other outputs.
-    """
+    """The error's message with FINISH_REASON_ERROR. Other outputs are not affected."""
 
 
 @dataclass(slots=True)
 class Completion:
-    """A prompt and its outputs."""
-
     prompt: Prompt
     outputs: list[Output]
     prompt_tokens: int = 0
@@ -53,13 +47,9 @@ class Completion:
 class LLM:
     """Generates for batches of prompts, on a running server (`target`) or on a server that the LLM starts.
 
-    Without `target` the constructor starts a server for `model`. This server stops with `close`, at the end of the
-    `with` block, or when the LLM is garbage-collected. `worker_arguments` and `scheduler_arguments` are further flags
-    of the started worker and scheduler, for example ["--scheduling-policy", "priority"]. Raises ServerError if the
-    server does not start.
-
-    `api_key` and `tls` are for a `target`, as in `Client`. Raises ValueError if `target` is combined with arguments for
-    starting a server, or if `api_key` or `tls` are given without `target`.
+    The started server stops with `close`, at the end of the `with` block, or when the LLM is garbage-collected.
+    `worker_arguments` and `scheduler_arguments` are further flags, such as ["--scheduling-policy", "priority"]. Raises
+    ServerError if the server does not start, and ValueError if arguments for a target and for a server are mixed.
     """
 
     def __init__(
@@ -75,9 +65,9 @@ class LLM:
         own = {"model": model, "worker_arguments": worker_arguments, "scheduler_arguments": scheduler_arguments}
         others: dict[str, object] = {"api_key": api_key, "tls": tls}
         if target:
-            _refuse(own, "is said of a server of the LLM's own, but target names one that runs already")
+            _refuse(own, "is for a server that the LLM starts, but target names a running server")
         else:
-            _refuse(others, "is for a target, and none is named")
+            _refuse(others, "needs a target")
         self._server = (
             None
             if target
@@ -103,11 +93,9 @@ class LLM:
     ) -> list[Completion]:
         """Complete every prompt. A single text is a batch of one.
 
-        `sampling`, `lora_name` (a low-rank adapter), `priority` and `cache_salt` are one value for all prompts, or a
-        list with a value for each prompt. All arguments have the same meaning as in `Client.generate`.
-
-        Raises ValueError if prompts and parameters differ in number. Raises grpc.aio.AioRpcError with the server's
-        message for the first prompt that the server refuses.
+        `sampling`, `lora_name`, `priority` and `cache_salt` are one value for all prompts, or a list with one for each:
+        see `Client.generate`. Raises ValueError if numbers differ, and grpc.aio.AioRpcError for the first refused
+        prompt.
         """
         batch: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
         columns = {
@@ -119,7 +107,7 @@ class LLM:
             "parse_special_tokens": [parse_special_tokens] * len(batch),
         }
         each = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        # Run in a separate thread, because a notebook runs an event loop in the current thread.
+        # A notebook runs an event loop in the current thread.
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(asyncio.run, self._generate(batch, each, progress)).result()
 
@@ -141,18 +129,15 @@ class LLM:
                 return await asyncio.gather(*(one(p, options) for p, options in zip(batch, each, strict=True)))
 
     def _client(self) -> Client:
-        # The LLM's own server is not restarted, so retries would be useless.
+        # The LLM's own server is never restarted.
         return Client(self.target, retry_for=0 if self._server else RETRY_SECONDS, **self._access)
 
     def embed(self, texts: Sequence[Text], **options: Any) -> list[Embedding]:
-        """The vectors of texts. `options` are the arguments of `Client.embed`."""
+        """See `Client.embed`."""
         return self._ask(lambda client: client.embed(texts, **options))
 
     def score(self, query: str, documents: Sequence[str], **options: Any) -> list[tuple[int, float]]:
-        """Score documents. Returns (index, score) of each document, the highest score first.
-
-        `options` are the arguments of `Client.score`.
-        """
+        """See `Client.score`."""
         return self._ask(lambda client: client.score(query, documents, **options))
 
     def _ask(self, question: Callable[[Client], Coroutine[Any, Any, T]]) -> T:
@@ -184,7 +169,7 @@ def _refuse(arguments: Mapping[str, object], reason: str) -> None:
 
 
 def _for_each(batch: Sequence[Prompt], value: Any, kind: type, what: str) -> list[Any]:
-    """A list with one value for each prompt. Raises ValueError if `value` is a list of another length."""
+    """One value for each prompt. Raises ValueError if `value` is a list of another length."""
     if value is None or isinstance(value, kind):
         return [value] * len(batch)
     each = list(value)

@@ -15,31 +15,28 @@ from typing import IO, Self
 STOP_SECONDS = 10.0
 ADMIN = ("--admin-listen", "127.0.0.1:0")
 SILENT_SECONDS = 2.0
-"""Seconds without a log line of a starting service, after which a message tells the user the reason of the wait."""
+"""Seconds without a log line after which the user is told why the start waits."""
 MAX_EVENTS = 1000
 
 
 class ServerError(Exception):
-    """A service could not be started. The message is the last line that the service wrote."""
+    """A service could not be started. The message is its last line."""
 
 
 def start_process(module: str, arguments: Sequence[str]) -> "subprocess.Popen[str]":
-    """Start `python -m MODULE` in this process's environment. The child's stderr is a pipe."""
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        start_new_session=True,  # Ctrl-C reaches only the parent, and the parent stops its children in order
+        start_new_session=True,  # Ctrl-C reaches only the parent, which stops its children in order
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
     )
 
 
 class ServiceProcess:
-    """The process of one service. The service's address is read from its JSON log. Other output of the service is
-    printed.
-    """
+    """One service, whose address is read from its JSON log. Its other output is printed."""
 
     def __init__(self, module: str, arguments: Sequence[str]) -> None:
         self.module = module
@@ -70,11 +67,11 @@ class ServiceProcess:
             if event.get("level") in ("warning", "error"):
                 print(f"{self.module}: {line.rstrip()}", file=sys.stderr, flush=True)  # noqa: T201
             self._events.put(event)
-            if self._events.qsize() > MAX_EVENTS:  # after the service's start no code reads its log events
+            if self._events.qsize() > MAX_EVENTS:  # no code reads events after the start
                 self._events.get_nowait()
 
     def wait_for(self, name: str, timeout: float) -> dict[str, object]:
-        """Wait for a log event of this name. Raises ServerError if the process ends, or after `timeout` seconds."""
+        """Wait for a log event. Raises ServerError if the process ends, or after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         reason = said = ""
         while True:
@@ -97,7 +94,7 @@ class ServiceProcess:
                 reason = str(event.get("reason"))
 
     def stop(self) -> int:
-        """Send SIGTERM, then SIGKILL if the process does not end. Returns the exit status."""
+        """Send SIGTERM, then SIGKILL. Returns the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
@@ -110,11 +107,7 @@ class ServiceProcess:
 
 
 class LocalServer:
-    """A scheduler and a worker on this machine, from construction until `stop`.
-
-    `scheduler_arguments` and `worker_arguments` are further flags of the two services. Raises ServerError if the
-    scheduler or the worker does not start.
-    """
+    """A scheduler and a worker on this machine. Raises ServerError if either does not start."""
 
     def __init__(
         self,

@@ -9,41 +9,35 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client.files import read_file
 
 MAX_SOUND_BYTES = 16 << 20
-"""Maximum size of a sound file in bytes. No server accepts a larger gRPC message."""
+"""Bytes of a sound file: the largest gRPC message of a server."""
 
 
 @dataclass(frozen=True)
 class Sound:
-    """A sound file. The server detects the file's format. A `content_type` such as "audio/wav" is forwarded and not
-    used.
-    """
+    """A sound file, whose format the server detects. `content_type` is forwarded and not used."""
 
     data: bytes
     content_type: str = ""
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a sound file. Raises ValueError if the file cannot be read or has more bytes than a server accepts."""
+        """Raises ValueError if the file cannot be read or is too large."""
         return cls(read_file(path, MAX_SOUND_BYTES))
 
 
 @dataclass(frozen=True)
 class EncoderPrompt:
-    """Input of a model with an encoder and a decoder.
-
-    The encoder's input is a text, token ids, or a sound of at most 30 seconds. The decoder continues after `decoder`
-    tokens; by default these are the model's start tokens.
-    """
+    """Input of an encoder-decoder model: a text, token ids, or a sound of at most 30 seconds. `decoder` defaults to the
+    model's start tokens."""
 
     encoder: str | Sequence[int] | Sound
     decoder: Sequence[int] = ()
 
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | EncoderPrompt
-"""Text, token ids, chat messages with "role" and "content", or input of an encoder and a decoder."""
+"""Text, token ids, chat messages with "role" and "content", or an encoder's input."""
 
 Text = str | Sequence[int]
-"""Text or token ids."""
 
 
 def set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:

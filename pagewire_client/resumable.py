@@ -1,8 +1,7 @@
 """A Generate call that continues after its connection or its scheduler is lost.
 
-The client stores the seed, the tokens of each output, and which outputs have ended. When the stream breaks, the client
-sends the same request again, together with the stored seed and tokens. The server then sends only the tokens that the
-client lacks.
+The client stores the seed and each output's tokens, and sends both with the same request again. The server then sends
+only the tokens that the client lacks.
 """
 
 import asyncio
@@ -16,15 +15,12 @@ from pagewire_client.retry import PASSING, Backoff, passes
 
 Metadata = tuple[tuple[str, str], ...]
 Call = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
-# Status codes after which the client repeats a resumed request. ALREADY_EXISTS: the server may still be checking the
-# previous attempt of this request. RESOURCE_EXHAUSTED: a restarted server may receive more resumed requests at once
-# than it accepts.
+# Codes after which a resumed request is repeated. ALREADY_EXISTS: the server may still check the previous attempt.
+# RESOURCE_EXHAUSTED: a restarted server may receive many resumed requests at once.
 PASSING_AGAIN = PASSING | {grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 
 class Received:
-    """The messages received so far for a request with `num_outputs` outputs."""
-
     def __init__(self, num_outputs: int) -> None:
         self._open: dict[int, list[int]] = {index: [] for index in range(num_outputs)}
         self._finished: list[int] = []
@@ -34,7 +30,7 @@ class Received:
 
     @property
     def open(self) -> list[int]:
-        """Indices of the request's outputs that have not ended."""
+        """Indices of the outputs that have not ended."""
         return list(self._open)
 
     def add(self, response: pb.GenerateResponse) -> None:
@@ -49,7 +45,6 @@ class Received:
 
     @property
     def state(self) -> pb.ResumeState:
-        """The state that the server requires to resume the request."""
         return pb.ResumeState(
             seed=self._seed,
             model_fingerprint=self._fingerprint,
@@ -64,9 +59,8 @@ class Received:
 class ResumableStream:
     """The stream of one request, over as many calls as necessary.
 
-    `start` begins a call. The arguments of `start` are a request, the seconds until the deadline, and further metadata.
-    `timeout` applies to all calls together. `backoff` limits the time between a broken call and the next message of a
-    later call. `explain` adds advice to an error.
+    `start` begins a call with a request, the seconds until its deadline, and further metadata. `timeout` applies to all
+    calls together. `explain` adds advice to an error.
     """
 
     def __init__(
@@ -88,7 +82,7 @@ class ResumableStream:
         self._aborted = asyncio.Event()
 
     async def responses(self) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """The messages of all calls, as one stream. Raises the first grpc.aio.AioRpcError that a retry cannot fix."""
+        """The messages of all calls. Raises the first grpc.aio.AioRpcError that a retry cannot fix."""
         loop = asyncio.get_running_loop()
         deadline = None if self._timeout is None else loop.time() + self._timeout
         while self._received.open and not self._aborted.is_set():
@@ -116,19 +110,17 @@ class ResumableStream:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._aborted.wait(), pause)
             self._request.resume.CopyFrom(self._received.state)
-        for index in self._received.open:  # the unfinished outputs were aborted while no server had the request
+        for index in self._received.open:  # aborted while no server had the request
             yield pb.GenerateResponse(
                 request_id=self._request.request_id, index=index, finish_reason=pb.FINISH_REASON_ABORT
             )
 
     def abort(self) -> None:
-        """After this call, a broken call ends without an error and is not resumed."""
+        """From now on, a broken call ends without an error and is not resumed."""
         self._aborted.set()
 
     def give_up(self) -> bool:
-        """After `abort`, end the stream in the client if no server has ended it. Returns whether an output was still
-        unfinished.
-        """
+        """After `abort`, end the stream unless a server has ended it. Returns whether an output was unfinished."""
         if not self._received.open:
             return False
         if self._call is not None:
@@ -137,6 +129,6 @@ class ResumableStream:
 
 
 def _is_cancelled() -> bool:
-    """Whether the current task, which reads the stream, has been cancelled."""
+    """Whether the task that reads the stream has been cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -14,25 +14,22 @@ log = logging.getLogger("pagewire_client")
 
 FIRST_PAUSE_SECONDS = 0.1
 LAST_PAUSE_SECONDS = 2.0
-# Status codes of a server that is down, is shutting down, or has ended its streams. If the caller cancels a call,
-# asyncio.CancelledError is raised and not the status CANCELLED.
+# Codes of a server that is down, is shutting down, or has ended its streams. A caller's cancellation raises
+# asyncio.CancelledError.
 PASSING = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
 
 
 PATIENCE_HEADER = "pagewire-no-worker-timeout"
 FIRST_WAIT_SECONDS = 2.0
-"""At the first attempt of a call: maximum seconds that the server may wait for a worker. After this time the user is
-told why the call waits.
-"""
+"""Seconds that a server may wait for a worker at the first attempt. Then the user is told why the call waits."""
 
 
 class Backoff:
-    """The pauses between two attempts of a call. Each pause is about twice as long as the pause before it. The length
-    of a pause is random, so that many clients do not retry at the same time.
+    """The pauses between attempts of a call: each about twice as long as the one before, and random, so that many
+    clients do not retry at once.
 
-    `limit` is the maximum number of seconds from the first failure to the last attempt. The time that a server waits
-    for a worker counts towards `limit`. A successful attempt sets the measured time back to 0. If `limit` is 0, no call
-    is retried, and the server decides how long a call waits for a worker. Log messages contain `target`.
+    `limit`: seconds from the first failure to the last attempt, waits for a worker included; a success starts anew. At
+    0 no call is retried, and the server decides how long a call waits for a worker.
     """
 
     def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic, target: str = "") -> None:
@@ -40,12 +37,12 @@ class Backoff:
         self._clock = clock
         self._target = target
         self._said = ""
-        self._began = clock()  # Start of the current attempt to call.
-        self._offered = 0.0  # Seconds that the server may wait for a worker in the current attempt.
+        self._began = clock()  # start of the current attempt
+        self._offered = 0.0  # seconds that the server may wait for a worker
         self.succeeded()
 
     def attempt(self) -> tuple[tuple[str, str], ...]:
-        """Metadata of the next call: how long the server may hold the call while no worker accepts requests."""
+        """Metadata of the next call: how long the server may wait for a worker."""
         self._began, self._offered = self._clock(), 0.0
         if self._limit <= 0:
             return ()
@@ -81,12 +78,10 @@ class Backoff:
 
 
 def passes(error: grpc.aio.AioRpcError, codes: Collection[grpc.StatusCode] = PASSING) -> bool:
-    """Whether another attempt to call may succeed after this error."""
+    """Whether another attempt may succeed after this error."""
     return not isinstance(error, MisdirectedError) and (error.code() in codes or _is_reset(error))
 
 
 def _is_reset(error: grpc.aio.AioRpcError) -> bool:
-    """Whether the error means that a proxy lost its connection to the server. A proxy can only reset a stream that has
-    begun, and gRPC reports the reset as INTERNAL.
-    """
+    """Whether a proxy lost its connection to the server: it resets the stream, which gRPC reports as INTERNAL."""
     return error.code() is grpc.StatusCode.INTERNAL and "RST_STREAM" in (error.details() or "")

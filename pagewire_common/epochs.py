@@ -1,20 +1,15 @@
-"""Epochs number the sessions of a worker, in increasing order.
+"""Epochs number the sessions of a worker: the scheduler's clock in nanoseconds, or the newest epoch + 1 if larger.
 
-The next epoch is the scheduler's clock in nanoseconds, or the worker's newest epoch + 1, whichever is larger. After
-epoch 2^64 - 1 no session could follow, and the worker would be useless. So that epoch 2^64 - 1 is never reached, only
-epochs up to MAX may skip numbers. Above MAX, each epoch is its predecessor + 1.
+Epochs above MAX skip no numbers, so that the last epoch, 2^64 - 1, is never reached.
 """
 
 MAX = 2**63 - 1
-"""Largest epoch that a clock may give: nanoseconds since 1970 reach this number in the year 2262."""
+"""Largest epoch that a clock may give: nanoseconds since 1970 reach it in the year 2262."""
 LAST = 2**64 - 1
-"""Largest epoch that fits into the field `epoch` of the messages."""
 
 
 def next_epoch(newest: int, now: int) -> int:
-    """The epoch after `newest`. `now` is the clock in nanoseconds. Raises ValueError if no epoch can follow
-    `newest`.
-    """
+    """The epoch after `newest`. `now`: nanoseconds. Raises ValueError if no epoch can follow."""
     if newest >= LAST:
         raise ValueError(f"the newest epoch is said to be {newest}, and no session can be newer")
     return max(min(now, MAX), newest + 1)

@@ -1,8 +1,6 @@
-"""Exit with status 0 if the server at HOST:PORT reports SERVING: python -m pagewire_common.healthcheck HOST:PORT
-[SERVICE].
+"""Exit with status 0 if a server reports SERVING: python -m pagewire_common.healthcheck HOST:PORT [SERVICE].
 
-The program runs in the server's environment and uses TLS if PAGEWIRE_TLS is set. With TLS, the certificate must be
-valid for HOST.
+Uses TLS if PAGEWIRE_TLS is set; the certificate must then be valid for HOST.
 """
 
 import asyncio
@@ -20,7 +18,7 @@ SECONDS = 3.0
 
 
 async def is_serving(target: str, service: str, tls: TlsFolder | None) -> bool:
-    """Whether the service reports SERVING. Raises grpc.aio.AioRpcError."""
+    """Raises grpc.aio.AioRpcError."""
     async with secure_channel(target, tls) as channel:
         request = health_pb2.HealthCheckRequest(service=service)
         response = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=SECONDS)

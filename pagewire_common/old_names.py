@@ -1,16 +1,10 @@
-"""Accepts settings under the names of the previous release.
-
-An old name is valid for one release, as a flag and as a variable. Each use of an old name is logged. A setting under
-both names is refused, because one of the two values would be ignored.
-"""
+"""Accepts settings under the previous release's names, as flags and as variables, and logs each use."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
 
 Translate = Callable[[Mapping[str, str]], dict[str, str]]
-"""Translates settings given under old names to settings under new names. Raises ValueError if an old setting's value
-has no equivalent in the new setting.
-"""
+"""Translates old settings to new ones. Raises ValueError if an old value has no equivalent."""
 
 
 def flag(name: str) -> str:
@@ -22,16 +16,16 @@ def variable(name: str) -> str:
 
 
 def from_environment(old_names: Mapping[str, str]) -> dict[str, str]:
-    """The values of variables that are set under old names, by old name. An empty value counts as unset."""
+    """Variables that are set under old names. An empty value counts as unset."""
     return {old: value for old in old_names if (value := os.environ.get(variable(old)))}
 
 
 def translated(
     arguments: Sequence[str], old_names: Mapping[str, str], translate: Translate
 ) -> tuple[list[str], list[str]]:
-    """Translate arguments and variables. Returns the arguments under new names, and the log lines for old names.
+    """Translate arguments and variables. Returns arguments under new names, and log lines for old names.
 
-    `old_names` maps each old name to the new name. Raises ValueError for a setting under both names.
+    Raises ValueError for a setting under both names, of which one would be ignored.
     """
     of_flags = {flag(old): old for old in old_names}
     rest: list[str] = []
@@ -62,9 +56,7 @@ def translated(
 
 
 def renamed(arguments: Sequence[str], old_names: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Rename the flags of a command that reads no variables. Returns the arguments under new names, and lines for
-    stderr.
-    """
+    """Rename the flags of a command without variables. Returns the new arguments, and lines for stderr."""
     flags = {flag(old): flag(new) for old, new in old_names.items()}
     words = [word.partition("=") for word in arguments]
     used = dict.fromkeys(name for name, _, _ in words if name in flags)

@@ -1,11 +1,8 @@
-"""The sampling parameters, each with its values, its default and its readers. All parts of the system use the table of
-parameters.
+"""The sampling parameters: the table of their values, defaults and readers, which all parts of the system use.
 
-A plain number is a field of `SamplerParams`. The following parts of the system are derived from a field of
-`SamplerParams`: the checks of requests and steps, the core's and the worker's types, both codecs, the command line's
-flag, the HTTP API's field, and the default in a model's generation config. `tests/test_docs.py` compares
-docs/sampling.md with this table. Two protobuf messages contain each parameter again: `SamplingParams` for clients,
-`GroupSampling` for engine and workers.
+From a field of `SamplerParams`, checks, types, codecs, the flag, the HTTP field and the default in a generation config
+are derived. Two protobuf messages repeat each parameter: `SamplingParams` for clients, `GroupSampling` for engine and
+workers.
 """
 
 import math
@@ -16,7 +13,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 MAX_N = 128
-"""Maximum number of outputs or beams of one request."""
+"""Outputs or beams of one request."""
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 64
@@ -24,22 +21,18 @@ MAX_LOGIT_BIASES = 1024
 MAX_BIAS = 100
 MAX_BAD_WORDS = 64
 MAX_STRING = 256
-"""Maximum number of characters of a stop string, a bad word, or a name."""
+"""Characters of a stop string, a bad word, or a name."""
 
 
 class Bounds(NamedTuple):
-    """The range of a parameter's value, in a request and in a model's file."""
+    """The range of a value, in a request and in a model's file."""
 
     low: float
     high: float
     excludes_low: bool = False
 
     def hold(self, value: float) -> bool:
-        """Whether the value is finite and lies in the range. The result is false for NaN.
-
-        Messages carry 32-bit numbers. In 32 bits the number 0.01 becomes slightly smaller, so the range's lower bound
-        is rounded to 32 bits before the comparison.
-        """
+        """Whether the value is finite and in the range, whose `low` is rounded to the 32 bits of messages."""
         low = min(self.low, struct.unpack("f", struct.pack("f", self.low))[0])
         return -math.inf < value < math.inf and low <= value <= self.high and not (self.excludes_low and value == low)
 
@@ -50,7 +43,7 @@ class Bounds(NamedTuple):
 
 
 class Reader(StrEnum):
-    """A part of the system that reads a parameter. A parameter that only front ends read is not sent to the engine."""
+    """A part of the system that reads a parameter. What only front ends read is not sent to the engine."""
 
     FRONT_END = "front end"
     ENGINE = "engine"
@@ -58,31 +51,25 @@ class Reader(StrEnum):
 
 
 class Parameter(NamedTuple):
-    """A parameter's properties. `values` and `default` are texts for the documentation."""
+    """`values` and `default` are texts for the documentation."""
 
     values: str
     default: str
     readers: tuple[Reader, ...]
     with_beams: bool = True
-    """Whether beam search allows the parameter."""
 
 
 class Number(NamedTuple):
-    """A sampling parameter that is a plain number. Only the worker's sampler reads the parameter.
-
-    Beam search refuses all parameters of the sampler, because it chooses the likeliest continuations of the model's own
-    distribution.
-    """
+    """A plain number, which only the worker's sampler reads. Beam search, which does not sample, refuses it."""
 
     kind: type[float]
     default: float
     bounds: Bounds
     help: str
-    """The parameter's text in --help."""
     in_files: bool
-    """Whether a model's generation config may set the parameter's default."""
+    """Whether a model's generation config may set the default."""
     edits_logits: bool
-    """Whether the parameter changes logits before temperature and filters."""
+    """Whether the number changes logits before temperature and filters."""
 
 
 def _number(default: float, bounds: Bounds, text: str, *, in_files: bool = False, edits_logits: bool = False) -> Any:
@@ -92,9 +79,7 @@ def _number(default: float, bounds: Bounds, text: str, *, in_files: bool = False
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerParams:
-    """The numbers with which a worker's sampler chooses tokens. With the defaults the sampler chooses the likeliest
-    token.
-    """
+    """The numbers with which a worker's sampler chooses tokens; with the defaults, the likeliest token."""
 
     temperature: float = _number(
         0.0, Bounds(0, 100), "0 takes the likeliest token (default: the model's)", in_files=True

@@ -1,9 +1,6 @@
-"""Settings from flags and PAGEWIRE_ environment variables. The settings of each service are the fields of one typed
-class.
+"""Settings from flags, else PAGEWIRE_ environment variables: the fields of one typed class for each service.
 
-Flags override the environment, and the environment overrides defaults. An empty environment variable counts as unset.
-If the variable restricts access, an empty value is refused, because it would open the service by mistake. If a setting
-has an invalid value, the process prints one sentence and ends.
+An empty variable counts as unset, but is refused if it restricts access, because it would open the service.
 """
 
 import os
@@ -51,10 +48,8 @@ class _Environment(EnvSettingsSource):
 
 
 class ServiceSettings(BaseSettings):
-    """The settings that both services share."""
-
     old_names: ClassVar[Mapping[str, str]] = {}
-    """The new name of each renamed setting, by its name in the previous release."""
+    """The new name of each renamed setting, by its old name."""
 
     several: ClassVar[frozenset[str]] = frozenset()
     """Settings whose flags accept several words, such as `--lora-modules a=A b=B`."""
@@ -89,8 +84,8 @@ class ServiceSettings(BaseSettings):
         description="folder of tls.crt, tls.key and ca.crt, as cert-manager names them: serve by TLS, metrics as well; "
         "by default in plain text",
     )
-    mutual_tls: bool = Field(False, description="with --tls: callers need a certificate that ca.crt vouches for")
-    grace: float = Field(30.0, ge=0, description="seconds that work in flight is given after SIGTERM")
+    mutual_tls: bool = Field(False, description="with --tls: clients need a certificate that ca.crt has signed")
+    grace: float = Field(30.0, ge=0, description="seconds for work in flight after SIGTERM")
 
     @classmethod
     def settings_customise_sources(
@@ -105,13 +100,10 @@ class ServiceSettings(BaseSettings):
 
     @classmethod
     def translate(cls, values: Mapping[str, str]) -> dict[str, str]:
-        """Translate settings given under old names to settings under new names. Raises ValueError if an old setting's
-        value has no equivalent in the new setting.
-        """
+        """Translate old settings to new ones. Raises ValueError if an old value has no equivalent."""
         return {cls.old_names[old]: value for old, value in values.items()}
 
     def log_old_names(self) -> None:
-        """Log each setting that was given under an old name."""
         for line in self._lines:
             log.warning(line)
 
@@ -141,11 +133,7 @@ _LOCKS = re.compile("(.*_)?(tls|identity|keys?)")
 
 
 def load_settings(cls: type[Settings], program: str, arguments: Sequence[str] | None = None) -> Settings:
-    """Read a service's settings.
-
-    A bad setting ends the process with a sentence on stderr. --version prints the version and ends the process with
-    status 0.
-    """
+    """Read a service's settings. A bad setting ends the process with a sentence on stderr."""
     cls.model_config["cli_prog_name"] = program
     given = list(sys.argv[1:] if arguments is None else arguments)
     if "--version" in given:
@@ -173,7 +161,7 @@ def load_settings(cls: type[Settings], program: str, arguments: Sequence[str] | 
 
 
 def _one_word_each(arguments: Sequence[str], several: frozenset[str]) -> Iterator[str]:
-    """Yield the arguments. A flag that accepts several words is repeated before each word."""
+    """Repeat a flag that accepts several words before each word."""
     flags = {old_names.flag(name) for name in several}
     current = ""
     for word in arguments:

@@ -10,8 +10,7 @@ def main() -> None:
     settings = load_settings(SchedulerSettings, "scheduler_service")
     configure_logging(settings.log_level, settings.log_format)
     settings.log_old_names()
-    # These modules are imported only after the flags have been checked.
-    from scheduler_service.server import serve
+    from scheduler_service.server import serve  # after the check of the flags
 
     run("scheduler_service", lambda: serve(settings))
 

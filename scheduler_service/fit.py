@@ -1,6 +1,6 @@
 """Fit a cost model to a recording, for capacity plans: python -m scheduler_service.fit RECORDING OUT.json
 
-OUT.json is the --cost-model of python -m scheduler_service.simulate. The last line of this program's output is JSON.
+OUT.json is the --cost-model of python -m scheduler_service.simulate. The last line of output is JSON.
 """
 
 import argparse
@@ -22,7 +22,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(prog="scheduler_service.fit", description=__doc__)
     parser.add_argument("recording", type=Path, metavar="RECORDING", help="made by scheduler_service --record")
     parser.add_argument("out", type=Path, metavar="OUT.json", help="where the cost model goes")
-    parser.add_argument("--worker", metavar="HOST:PORT", help="take this worker's steps only (default: all workers')")
+    parser.add_argument("--worker", metavar="HOST:PORT", help="use only this worker's steps (default: all workers')")
     return parser.parse_args(arguments)
 
 
@@ -36,7 +36,7 @@ def main() -> None:
         except RecordingError as error:
             if not measurements.steps:
                 raise
-            sys.stderr.write(f"scheduler_service.fit: {error}; fitted to what comes before\n")
+            sys.stderr.write(f"scheduler_service.fit: {error}; fitted to the steps before\n")
         result = fit(measurements.steps, measurements.config)
         result.fields.update(measurements.guesses.fields)
         arguments.out.write_text(json.dumps(result.fields, indent=2) + "\n")

@@ -1,6 +1,4 @@
-"""Parses the flag `--lora-modules`, which has vLLM's syntax: a value is NAME=FOLDER, or JSON with "name" and "path".
-The flag may be repeated.
-"""
+"""Parses `--lora-modules`, with vLLM's syntax: a value is NAME=FOLDER, or JSON with "name" and "path"."""
 
 import json
 from collections.abc import Iterator
@@ -11,7 +9,7 @@ KEYS = {"name", "path"}
 
 
 def parse_modules(value: object) -> object:
-    """Return each value of the flag as NAME=FOLDER. Raises ValueError for JSON with any key but "name" and "path"."""
+    """Each value as NAME=FOLDER. Raises ValueError for JSON with other keys."""
     if isinstance(value, str):
         return list(_modules(value))
     if isinstance(value, list):
@@ -20,7 +18,6 @@ def parse_modules(value: object) -> object:
 
 
 def _modules(text: str) -> Iterator[str]:
-    """The adapters that a comma-separated text names."""
     while text := text.lstrip(", \n"):
         if text.startswith(("{", "[")):
             try:

@@ -1,6 +1,6 @@
-"""Run the scheduler again from a recording, and check that its decisions are equal: every plan, byte for byte.
+"""Run the scheduler again from a recording, and check that every plan is equal, byte for byte.
 
-python -m scheduler_service --record FILE writes a recording. The last line of this program's output is JSON.
+python -m scheduler_service --record FILE writes a recording. The last line of output is JSON.
 """
 
 import argparse
@@ -18,9 +18,9 @@ from scheduler_service.recording.replayer import DifferenceError, Replayer
 
 EXIT_CODES = """\
 exit status:
-  0  every decision came out the same
-  1  a decision came out differently; the first is named
-  2  the recording cannot be used, or not beyond the byte that is named: what comes before it was replayed
+  0  every decision is the same
+  1  a decision differs; the first is named
+  2  the recording cannot be used, or only the part before the named byte, which was replayed
 """
 
 

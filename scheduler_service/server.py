@@ -1,4 +1,4 @@
-"""The engine's process. The process starts and stops the engine, the front ends and the metrics, in the right order."""
+"""The engine's process: starts and stops engine, front ends and metrics, in order."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ from pagewire_common.serving.server import GrpcServer, stop_event
 from pagewire_common.start_error import StartError
 from pagewire_common.telemetry.metrics import serve_metrics
 from scheduler_service.access.audit import Audit
-from scheduler_service.access.caller import key_check
+from scheduler_service.access.caller import admin_check
 from scheduler_service.access.key_file import KeyFile
 from scheduler_service.engine.engine import Engine
 from scheduler_service.engine.front_ends.port import PATIENCE_SECONDS, reserved
@@ -32,16 +32,16 @@ log = structlog.get_logger()
 
 ADMIN_SERVICE = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 ADMIN_BYTES = 64 << 10
-"""Maximum size of an operator's request in bytes."""
+"""Bytes of an operator's request."""
 OPTIONS = (("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20))
 
 
 @contextlib.asynccontextmanager
 async def engine_server(front_ends: FrontEnds) -> AsyncIterator[str]:
-    """Serve front ends on a socket that only this user can open. Yields the socket's target."""
+    """Serve front ends on a socket for this user only. Yields its target."""
     server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=OPTIONS)
     add_EngineServiceServicer_to_server(front_ends, server)
-    with TemporaryFolder("engine") as directory:  # only this user may enter the socket's folder
+    with TemporaryFolder("engine") as directory:  # for this user only
         target = f"unix:{directory / 'engine'}"
         try:
             server.add_insecure_port(target)
@@ -56,8 +56,8 @@ async def engine_server(front_ends: FrontEnds) -> AsyncIterator[str]:
 
 @contextlib.asynccontextmanager
 async def admin_server(admin: AdminServicer, listen: str, security: Security = OPEN) -> AsyncIterator[str]:
-    """Serve AdminService on a separate port. Yields the bound HOST:PORT. Raises StartError for an unusable port."""
-    check = key_check(lambda: admin.engine.keyring, admin=True)
+    """Yields the bound HOST:PORT. Raises StartError for an unusable port."""
+    check = admin_check(lambda: admin.engine.keyring)
     server = GrpcServer(
         [ADMIN_SERVICE], max_receive_bytes=ADMIN_BYTES, security=security, check=check, outermost=[Audit()]
     )
@@ -71,9 +71,7 @@ async def admin_server(admin: AdminServicer, listen: str, security: Security = O
 
 
 async def serve(settings: SchedulerSettings) -> None:
-    """Serve until SIGTERM or SIGINT. After the signal, admit no more requests, let streams finish during the grace
-    period, and return.
-    """
+    """Serve until SIGTERM or SIGINT, then let streams finish during the grace period."""
     stop = stop_event()
     remove_dead_folders()
     keys = KeyFile(settings.api_keys, settings.api_key.get_secret_value() if settings.api_key is not None else None)
@@ -108,7 +106,7 @@ async def serve(settings: SchedulerSettings) -> None:
             watching.cancel()
             await processes.stop(front_ends.say_goodbye())
             if not keeping.cancel():
-                await keeping  # the task has ended already; this line raises the error of a failed task
+                await keeping  # raises the error of a task that has ended
     log.info("stopped")
 
 
@@ -142,9 +140,7 @@ async def _run(
 
 
 async def announce(engine: Engine, front_ends: FrontEnds) -> None:
-    """Tell the front ends whether workers accept requests, for their health service, and log each change, until
-    cancelled.
-    """
+    """Tell front ends' health services whether workers accept requests, until cancelled."""
     model = await engine.fleet.agreement.wait_for_model()
     _spare_the_collector()
 
@@ -163,10 +159,9 @@ async def announce(engine: Engine, front_ends: FrontEnds) -> None:
 
 
 def _spare_the_collector() -> None:
-    """Exclude the objects that exist at the start from Python's cycle collector, and make collections rare.
+    """Exclude the start's objects from Python's cycle collector, and make collections rare.
 
-    Requests and sessions do not need the collector: they are freed when their call or their session ends. Only small
-    reference cycles are left to the collector, for example in gRPC's exceptions.
+    Requests and sessions are freed at their end; only small cycles are left, for example in gRPC's exceptions.
     """
     gc.collect()
     gc.freeze()

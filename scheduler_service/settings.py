@@ -12,7 +12,7 @@ from scheduler_service.core import PhaseRule, PreemptionMode
 from scheduler_service.lora_modules import parse_modules
 from scheduler_service.targets import is_name, parse_target
 
-# With more tokens in a step, the step's answer could exceed the size limit of a gRPC message.
+# Above this, a step's answer could exceed the size limit of a gRPC message.
 MAX_BATCHED_TOKENS = 131_072
 MAX_SEQS = 8192
 
@@ -20,7 +20,7 @@ Target = Annotated[str, AfterValidator(parse_target)]
 
 
 def _split(value: object) -> object:
-    """Split a flag's value at commas: `--flag a,b` means the same as `--flag a --flag b`."""
+    """`--flag a,b` means `--flag a --flag b`."""
     values = [value] if isinstance(value, str) else value
     return [part for item in values for part in item.split(",") if part] if isinstance(values, list) else values
 
@@ -45,7 +45,7 @@ class SchedulerSettings(ServiceSettings):
         None,
         min_length=1,
         max_length=256,
-        description="the model's name towards clients and in metrics; by default the name that its workers give it",
+        description="the model's name for clients and in metrics; by default the workers' name for it",
     )
     listen: Address = Field("127.0.0.1:50051", validate_default=True, description="HOST:PORT to serve clients on")
     admin_listen: Address = Field(
@@ -54,22 +54,23 @@ class SchedulerSettings(ServiceSettings):
     )
     api_keys: Path | None = Field(
         None,
-        description="file of API keys, one of which every call needs then, but health; read again when it changes",
+        description="file of API keys: every call except health checks then needs a key; read again when it changes",
     )
     api_key: SecretStr | None = Field(
         None,
-        description="one API key that may do everything; for the environment, as other users can see a command's flags",
+        description="one API key with all rights; set it in the environment, because other users can see a command's "
+        "flags",
     )
     frontends: int = Field(
         1,
         ge=1,
         le=64,
-        description="processes that end clients' connections, tokenize and write text, on the same port",
+        description="front-end processes, which serve clients, tokenize and detokenize, on the same port",
     )
     workers: Annotated[list[Target], NoDecode, BeforeValidator(_split), Field(min_length=1)] = Field(
         ["127.0.0.1:50052"],
-        description="where the workers are, separated by commas: HOST:PORT of one, dns:///NAME:PORT for all addresses "
-        "behind a name",
+        description="addresses of workers, separated by commas: HOST:PORT, or dns:///NAME:PORT for all addresses of a "
+        "name",
     )
     lora_modules: Annotated[list[str], NoDecode, BeforeValidator(parse_modules)] = Field(
         [],
@@ -77,11 +78,11 @@ class SchedulerSettings(ServiceSettings):
         'saves one, or {"name": NAME, "path": FOLDER}',
     )
     lora_dir: Path | None = Field(
-        None, description="folder of adapters, each in a folder of its name; more can be loaded from it while running"
+        None, description="folder with a folder for each adapter; operators can load more adapters from it later"
     )
     worker_tls: Path | None = Field(
         None,
-        description="folder of ca.crt, and of tls.crt and tls.key if workers want a certificate: speak to workers by "
+        description="folder with ca.crt, and tls.crt and tls.key if workers want a certificate: connect to workers by "
         "TLS; by default in plain text",
     )
     worker_identity: str | None = Field(
@@ -94,38 +95,40 @@ class SchedulerSettings(ServiceSettings):
         None,
         ge=1,
         le=MAX_BATCHED_TOKENS,
-        description="most tokens in one step, where that is fewer than a worker's own limit; by default each worker's",
+        description="maximum tokens of a step, if below a worker's own limit; by default each worker's limit",
     )
     max_num_seqs: int | None = Field(
         None,
         ge=1,
         le=MAX_SEQS,
-        description="most sequences in one step, where that is fewer than a worker's own limit; by default each "
-        "worker's",
+        description="maximum sequences of a step, if below a worker's own limit; by default each worker's limit",
     )
     long_prefill_token_threshold: int | None = Field(
         None,
         ge=0,
-        description="a prompt with more tokens than this to compute is long, and takes no more of a step while others "
-        "want the rest, so that it does not hold up those behind it; 0 is no limit; by default a quarter of the step",
+        description="maximum tokens of one prompt in a step that other requests need too; 0: no limit; by default a "
+        "quarter of the step",
     )
     max_connections: int = Field(
-        4096, ge=1, le=1_000_000, description="connections of clients to each front end; those beyond it are closed"
+        4096, ge=1, le=1_000_000, description="connections of clients to each front end; further connections are closed"
     )
-    max_num_requests: int = Field(4096, ge=1, description="most requests in flight before RESOURCE_EXHAUSTED")
+    max_num_requests: int = Field(
+        4096, ge=1, description="maximum requests in flight; further requests get RESOURCE_EXHAUSTED"
+    )
     request_memory: float = Field(
         1.0,
         gt=0,
         allow_inf_nan=False,
-        description="GiB of memory that requests in flight may take, by their tokens, before RESOURCE_EXHAUSTED; "
-        "output that clients have not read may take a quarter of it besides",
+        description="GiB of memory for requests in flight; further requests get RESOURCE_EXHAUSTED; unread output may "
+        "use a quarter more",
     )
     max_in_flight_steps: int = Field(
         2, ge=1, le=8, description="steps sent to a worker before the oldest is answered; 1 waits for each answer"
     )
     watermark: float = Field(0.01, ge=0, lt=1, description="share of device blocks that admission leaves free")
     phase_rule: PhaseRule = Field(
-        PhaseRule.CHUNKED, description="chunked: prompts and decodes share a step; separate: a step is one or the other"
+        PhaseRule.CHUNKED,
+        description="chunked: prompts and decodes share a step; separate: each step has only prompts or only decodes",
     )
     delay_factor: float = Field(
         0.0,
@@ -136,55 +139,54 @@ class SchedulerSettings(ServiceSettings):
     )
     scheduling_policy: Literal["fcfs", "priority", "fair"] = Field(
         "fcfs",
-        description="which request is next: the first to arrive; the lowest priority number; that of the tenant served "
-        "least so far",
+        description="the next request; fcfs: the first to arrive; priority: the lowest number; fair: of the tenant "
+        "served least",
     )
     priority_aging: int = Field(
         64,
         ge=1,
-        description="under the priority policy: later arrivals that may overtake a request for each level of better "
-        "priority",
+        description="priority policy: later arrivals that may overtake a request, for each level of better priority",
     )
     tenant_weights: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
-        {}, description='shares of tenants under the fair policy, as JSON: {"gold": 3}; 1 for those not named'
+        {}, description='fair policy: shares of tenants, as JSON: {"gold": 3}; 1 for other tenants'
     )
-    prefix_caching: bool = Field(True, description="reuse the keys and values of prompts that begin alike")
+    prefix_caching: bool = Field(True, description="reuse the KV blocks of prompts with the same beginning")
     preemption_mode: PreemptionMode = Field(
-        PreemptionMode.AUTO, description="what becomes of requests that must make room; auto: what is cheaper"
+        PreemptionMode.AUTO, description="how preempted requests continue; auto: the cheaper way"
     )
-    no_worker_timeout: float = Field(60.0, ge=0, description="seconds a request waits while no worker is connected")
+    no_worker_timeout: float = Field(
+        60.0, ge=0, description="seconds that a request waits while no worker is connected"
+    )
     step_timeout: float = Field(
         60.0,
         gt=0,
-        description="seconds that a worker may take over a step before it counts as lost; where its largest step takes "
-        "long, ten times that",
+        description="seconds of a step after which its worker counts as lost, or ten times the worker's largest step if"
+        " that is longer",
     )
     health_interval: float = Field(
         1.0,
         gt=0,
-        description="seconds between health checks of a worker that answers no steps, and that it may take over one; "
-        "three in a row that fail, and it counts as lost",
+        description="seconds between health checks of a worker that answers no steps, and the limit of each check; "
+        "after three failures in a row the worker counts as lost",
     )
     stall_timeout: float = Field(60.0, gt=0, description="seconds a client may leave a message unread")
     undeclared_keys: bool = Field(
         False,
-        description="let an object in JSON have keys that its schema does not name, where that names some and has no "
-        "additionalProperties; never where the request is strict",
+        description="allow keys that the schema of a JSON object does not name, if the schema names some and has no "
+        "additionalProperties; never in strict requests",
     )
-    vllm_metric_names: bool = Field(
-        False, description="give metrics that vLLM has too a second time under vLLM's names, vllm:…"
-    )
+    vllm_metric_names: bool = Field(False, description="export vLLM's metrics under vLLM's names too, vllm:…")
     record: Path | None = Field(
         None,
-        description="new file for a recording of every request and decision, to replay; it contains all prompts and "
-        "outputs as token ids",
+        description="new file for a recording of every request and decision; it contains all prompts and outputs as "
+        "token ids",
     )
     check_invariants: bool = Field(False, description="verify the block tables after every step; for tests")
 
     @classmethod
     def translate(cls, values: Mapping[str, str]) -> dict[str, str]:
         new = super().translate(values)
-        # the old value 0 meant a quarter of the step's tokens; this is now the default
+        # the old value 0 meant a quarter of the step's tokens, now the default
         if new.get("long_prefill_token_threshold") == "0":
             del new["long_prefill_token_threshold"]
         return new

@@ -1,7 +1,7 @@
 """Plan capacity without a GPU: python -m scheduler_service.simulate --trace FILE.csv --workers 8
 
-The program prints latencies, throughput and utilisation of each policy side by side. The last line of the program's
-output is JSON. With --plot OUT.png the program also draws latencies and queues.
+Prints latencies, throughput and utilisation of each policy side by side; the last line is JSON. --plot OUT.png draws
+latencies and queues.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--long-prefill-token-threshold",
         type=_positive_int,
         default=0,
-        help="most tokens that a prompt takes of a step while others want the rest (default: a quarter of the step)",
+        help="most tokens of a prompt in a step that others need too (default: a quarter of the step)",
     )
     parser.add_argument("--speedup", type=_positive, default=1.0, help="divides the trace's times")
     parser.add_argument("--limit", type=_positive_int, help="take the first requests only")
@@ -47,13 +47,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--tenants",
         type=_shares,
         default={"": 1.0},
-        help='deal the requests out to tenants by these shares, as JSON: {"crowd": 8, "guest": 1}',
+        help='shares of requests by tenant, as JSON: {"crowd": 8, "guest": 1}',
     )
     parser.add_argument(
         "--priorities",
         type=_priorities,
         default={0: 1.0},
-        help='deal priorities out by these shares, as JSON: {"0": 9, "-10": 1}; lower runs first',
+        help='shares of requests by priority, as JSON: {"0": 9, "-10": 1}; lower runs first',
     )
     parser.add_argument(
         "--plot", type=Path, metavar="OUT.png", help="draw time to first token, queue and running requests"
@@ -139,9 +139,7 @@ def main() -> None:
 
 
 def _import_plot(path: Path) -> Callable[[Mapping[str, Result], str, Path], None]:
-    """Import the plotting module. If matplotlib is missing or cannot write this kind of file, the program ends before
-    the simulation.
-    """
+    """Import the plotting module. Exits before the simulation if the figure cannot be drawn."""
     try:
         from scheduler_service.simulation.plot import check, save
     except ModuleNotFoundError:

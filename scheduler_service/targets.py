@@ -1,6 +1,4 @@
-"""The syntax of --workers: fixed addresses, and DNS names. Every address to which a DNS name resolves is the address of
-a worker.
-"""
+"""The syntax of --workers: fixed addresses, and DNS names whose addresses are all workers."""
 
 from pagewire_common.connection.address import parse_address
 
@@ -8,9 +6,7 @@ SCHEME = "dns:///"
 
 
 def parse_target(target: str) -> str:
-    """Check that a target is HOST:PORT or dns:///NAME:PORT, and return it. Raises ValueError for a text of another
-    form.
-    """
+    """Raises ValueError unless the target is HOST:PORT or dns:///NAME:PORT."""
     address = target.removeprefix(SCHEME)
     try:
         parse_address(address)

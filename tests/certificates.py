@@ -1,4 +1,4 @@
-"""Certificates of an authority that is made on the spot, in folders as cert-manager fills them."""
+"""Certificates of a new authority, in folders as cert-manager fills them."""
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -9,7 +9,7 @@ import trustme
 def fill(
     folder: Path, authority: trustme.CA, *names: str, trusts: trustme.CA | None = None, is_expired: bool = False
 ) -> Path:
-    """A certificate for these names, and the authority that the other side's must come from: its own unless told."""
+    """A certificate for these names, and in `ca.crt` the authority of the other side's, by default the same."""
     folder.mkdir(parents=True, exist_ok=True)
     until = datetime.now(UTC) - timedelta(hours=1) if is_expired else None
     issued = authority.issue_cert(*names, not_after=until)
@@ -20,8 +20,9 @@ def fill(
 
 
 def strangers(folder: Path, authority: trustme.CA) -> list[Path]:
-    """Folders of clients that a server with mutual TLS refuses, or that refuse it: an expired certificate, one of
-    another authority, one whose client trusts another, and none."""
+    """Folders of clients that fail under mutual TLS: expired, of another authority, trusting another, and without a
+    certificate.
+    """
     other = trustme.CA()
     none = fill(folder / "none", authority, "client")
     (none / "tls.crt").unlink()

@@ -1,4 +1,4 @@
-"""Looks at a running scheduler from outside."""
+"""A running scheduler, seen from outside."""
 
 import asyncio
 import signal
@@ -16,7 +16,7 @@ from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire_client.local import ServiceProcess
 
 OWN = (("grpc.use_local_subchannel_pool", 1),)
-"""Options of a channel that has a connection of its own."""
+"""A channel with a connection of its own."""
 
 
 async def cluster_state(target: str) -> ClusterState:
@@ -25,7 +25,6 @@ async def cluster_state(target: str) -> ClusterState:
 
 
 async def until_idle(target: str) -> ClusterState:
-    """The cluster's state once nothing waits or runs."""
     async with asyncio.timeout(30):
         while True:
             state = await cluster_state(target)
@@ -35,7 +34,6 @@ async def until_idle(target: str) -> ClusterState:
 
 
 async def until_requests(target: str, number: int) -> None:
-    """Wait until so many requests are in flight."""
     async with asyncio.timeout(60):
         while (await cluster_state(target)).num_requests != number:
             pass
@@ -43,7 +41,7 @@ async def until_requests(target: str, number: int) -> None:
 
 @contextmanager
 def halted(service: ServiceProcess) -> Iterator[None]:
-    """Stopped, as by Ctrl-Z: while a worker stands still, no request is done before others come."""
+    """SIGSTOP for the block, so that no request ends before the others arrive."""
     service.process.send_signal(signal.SIGSTOP)
     try:
         yield
@@ -52,14 +50,14 @@ def halted(service: ServiceProcess) -> Iterator[None]:
 
 
 def front_ends(target: str) -> list[psutil.Process]:
-    """The processes that listen on the scheduler's port. (Its children are other ones: see forked_front_ends.py.)"""
+    """The processes that listen on the scheduler's port. (Its children are others: see forked_front_ends.py.)"""
     _, _, port = target.rpartition(":")
 
     def listens(one: Any) -> bool:
         return bool(one.status == psutil.CONN_LISTEN and one.laddr.port == int(port))
 
     def owner(process: psutil.Process) -> psutil.Process:
-        """A child has its parent's sockets until it runs its own program, and may be found in the parent's place."""
+        """The parent, if the process is a fork that still has its parent's sockets."""
         parent = process.parent()
         if parent is None or not any(map(listens, parent.net_connections("tcp"))):
             return process
@@ -73,7 +71,7 @@ def front_ends(target: str) -> list[psutil.Process]:
 
 @asynccontextmanager
 async def connected_to_each(target: str) -> AsyncIterator[dict[int, InferenceServiceStub]]:
-    """A connection to each front end, by its process id."""
+    """A connection to each front end, by process id."""
     stubs: dict[int, InferenceServiceStub] = {}
     channels = []
     try:
@@ -94,17 +92,16 @@ async def connected_to_each(target: str) -> AsyncIterator[dict[int, InferenceSer
 
 
 def num_connections(process: psutil.Process) -> int:
-    """Those of clients, and whatever else is TCP."""
+    """All TCP connections, clients' included."""
     return sum(connection.status == "ESTABLISHED" for connection in process.net_connections("tcp"))
 
 
 def is_busy(worker: WorkerState) -> bool:
-    """Whether anything runs there or has been swapped out."""
+    """Whether anything runs on the worker or is swapped out."""
     return bool(worker.num_running or worker.num_swapped)
 
 
 def holds_blocks(worker: WorkerState) -> bool:
-    """Whether a sequence holds any of the worker's blocks."""
     return (worker.num_free_device_blocks, worker.num_free_host_blocks) != (
         worker.num_device_blocks,
         worker.num_host_blocks,

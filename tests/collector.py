@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector that keeps what it is sent."""
+"""An OpenTelemetry collector that keeps its spans."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ class Collector(pb_grpc.TraceServiceServicer):  # type: ignore[misc]  # its pack
         return pb.ExportTraceServiceResponse()
 
     def wait_for(self, trace: str, is_whole: Callable[[list[FoundSpan]], bool], timeout: float = 60) -> list[FoundSpan]:
-        """The spans of one trace, in the order of their beginnings, once they satisfy this."""
+        """The spans of a trace in the order of their beginnings, once `is_whole`."""
 
         def found() -> list[FoundSpan]:
             return sorted((span for span in self.spans if span.trace == trace), key=lambda span: span.start)
@@ -78,7 +78,6 @@ def _value(value: Any) -> Any:
 
 @contextmanager
 def collector() -> Iterator[Collector]:
-    """Listens on a free port."""
     found = Collector()
     server = grpc.server(futures.ThreadPoolExecutor(2))
     pb_grpc.add_TraceServiceServicer_to_server(found, server)

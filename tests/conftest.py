@@ -1,4 +1,4 @@
-"""What must be settled before any test module is imported, and which tests one process runs."""
+"""Settings that precede every import of a test module, and the tests of each process."""
 
 import contextlib
 import ctypes
@@ -18,9 +18,8 @@ try:
 except ImportError:  # a GPU machine that runs the tests of kernels alone may not have it
     pass
 else:
-    # The examples follow from the test's code, so that a commit has one verdict; `make fuzz` draws others and keeps
-    # those that fail, and draws twice as many at a time. There is no deadline for an example: its time depends on the
-    # machine more than on the code.
+    # Examples follow from the test's code, so that a commit has one verdict. `make fuzz` draws others, twice as many,
+    # and keeps failures. Without deadline, because an example's time depends on the machine.
     settings.register_profile(
         "pagewire", max_examples=50, deadline=None, derandomize=True, database=None, print_blob=True
     )
@@ -29,21 +28,19 @@ else:
     settings.register_profile("fuzz", deadline=None, derandomize=False, database=found, print_blob=True)
     settings.load_profile("pagewire")
 
-# One thread for each process of tests: several processes with a thread for each core would wait for each other.
+# One thread for each process: several processes with a thread for each core would wait for each other.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# Schedulers that one machine runs at the same time cannot all have the usual port for operators.
+# Several schedulers on one machine cannot all have the default port for operators.
 os.environ["PAGEWIRE_ADMIN_LISTEN"] = "127.0.0.1:0"
 
-# Most workers of tests are asked for no forms, and the process that follows them takes half a second to start.
+# Most tests need no forms, whose process takes half a second to start.
 os.environ["PAGEWIRE_FORMS"] = "false"
 
-# A process that a shell starts in the background ignores SIGINT, and every child would inherit that: tests that
-# interrupt a child would wait for ever.
+# A background process of a shell ignores SIGINT, and so would its children: tests that interrupt one would hang.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Without a GPU, Triton's kernels run in its interpreter. It must know before anything imports triton, and transformers
-# does; whether there is a driver is quickly seen, while asking torch would cost every run its import.
+# Triton chooses its interpreter on import, also by transformers. Looking for a driver is faster than asking torch.
 try:
     ctypes.CDLL("libcuda.so.1")
 except OSError:
@@ -71,7 +68,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays. The collector need not look at it again and again, which took 3% of the time."""
+    """Imported objects stay, so the garbage collector need not visit them (3% of the time)."""
     gc.collect()
     gc.freeze()
 
@@ -81,10 +78,10 @@ def pytest_unconfigure() -> None:
 
 
 def _draw_alike() -> None:
-    """Have examples follow from the test's code alone.
+    """Derive examples from the test's code alone.
 
-    Hypothesis also draws constants that it finds in our modules, as far as they are imported: these are others in each
-    process, and with each order of tests. `make fuzz` draws them.
+    Hypothesis also draws constants of imported modules, which differ between processes and orders of tests. `make fuzz`
+    draws them.
     """
     with contextlib.suppress(ImportError):
         from hypothesis import settings
@@ -107,7 +104,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.fixture(scope="session", autouse=True)
 def _forked_starts() -> Iterator[None]:
-    """Services are forked from a process that has imported theirs already, where forked.py can."""
+    """Fork services from a process that has already imported them, where forked.py can."""
     local = sys.modules.get("pagewire_client.local")  # any test that starts one has imported it by now
     if local is None or sys.platform != "linux" or os.environ.get("PAGEWIRE_TEST_TRUE_STARTS"):
         yield
@@ -123,7 +120,7 @@ def _forked_starts() -> Iterator[None]:
 
 @pytest.fixture
 def true_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Services start as `python -m` starts them: for tests whose subject that is."""
+    """Start services by `python -m`."""
     from forked import true_start
 
     monkeypatch.setattr("pagewire_client.local.start_process", true_start)
@@ -131,7 +128,7 @@ def true_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _same_numbers_every_time() -> None:
-    """Random numbers that a test draws without a seed are the same in every run."""
+    """Random numbers without a seed are the same in every run."""
     random.seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)

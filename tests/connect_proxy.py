@@ -1,4 +1,4 @@
-"""A small HTTP proxy that knows CONNECT and nothing else, and the environment that names it."""
+"""A small HTTP proxy that only knows CONNECT, and the environment that names it."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -12,7 +12,7 @@ PASSWORD = "me:secret"
 
 
 class ConnectProxy:
-    """Asked to connect, it does, or refuses with 503 unless it `connects`. `asked` has the HOST:PORTs."""
+    """Connects, or refuses with 503 unless it `connects`. `asked` are the HOST:PORTs."""
 
     def __init__(self, *, connects: bool) -> None:
         self.asked: list[str] = []

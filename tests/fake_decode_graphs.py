@@ -1,7 +1,6 @@
-"""CUDA graphs without a GPU: a computation that is recorded is computed anew, over the same memory, by every replay.
+"""CUDA graphs without a GPU: every replay computes the recorded function again, over the same memory.
 
-Steps therefore run ahead of answers on a CPU as they do on a GPU, where tokens that the host has not read yet pass from
-one step to the next.
+Steps therefore run ahead of answers as on a GPU, with tokens that the host has not read yet.
 """
 
 from collections.abc import Callable
@@ -17,15 +16,13 @@ from worker_service.models.causal_model import CausalModel
 from worker_service.session.step import Limits
 
 MAX_NUM_ROWS = 64
-"""Of the largest graph."""
+"""Rows of the largest graph."""
 
 
 class FakeGraphs:
-    """In the place of what captures them."""
-
     def __init__(self) -> None:
         self.replayed: list[int] = []
-        """The number of rows, padding included, of each replay."""
+        """Rows of each replay, padding included."""
 
     def __call__(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
         result = compute()
@@ -38,17 +35,16 @@ class FakeGraphs:
 
 
 class WithoutPadding:
-    """A network that leaves padding rows out, which eager torch would store somewhere; their states are NaN."""
+    """A network without padding rows, which eager torch would store; their states are NaN."""
 
     def __init__(self, model: CausalModel) -> None:
         self._model = model
         self.config = model.config
 
     def forward(self, *inputs: Any) -> Tensor:
-        """As `CausalModel` has it."""
         token_ids, positions, slots, attention, cache, adapter_slots = inputs
         count = int((slots >= 0).sum())
-        # Of the type that the networks of tests compute in, where that of the cache is none.
+        # The networks' type in tests, where the cache has none.
         dtype = cache.dtype if cache.is_floating_point() else torch.float32
         hidden = torch.full((len(slots), self.config.hidden_size), torch.nan, dtype=dtype, device=cache.device)
         if count:
@@ -67,7 +63,7 @@ class WithoutPadding:
 def with_fake_graphs(
     runner: ModelRunner, limits: Limits, max_num_rows: int = MAX_NUM_ROWS, record: FakeGraphs | None = None
 ) -> ModelRunner:
-    """A runner over the same model and cache, which replays fakes."""
+    """A runner over the same model and cache, with fake graphs."""
     graphs = DecodeGraphs(
         cast(CausalModel, WithoutPadding(runner.model)),
         runner.cache_engine.device_blocks,

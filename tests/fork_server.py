@@ -1,11 +1,10 @@
-"""A process that has imported what a service imports, and forks a child for each start of it: `import torch` costs two
-seconds of CPU, a fork a hundredth of one.
+"""A process that has imported a service's modules, and forks a child for each start: a fork takes 10 ms of CPU,
+`import torch` 2 s.
 
-python fork_server.py DESCRIPTOR MODULE... imports the modules and answers the requests that come over that socket; see
-forked.py, which sends them. The child is then what `python -m MODULE` would be: arguments, environment, folder, session
-and the three standard streams are the request's, and it ends with the status that Python gives it. This process stays
-without threads, which a fork would lose, and ends when all processes have that may ask it, together with all its
-children. With --front-ends, its children are schedulers, and they ask over that other socket for their front ends.
+python fork_server.py DESCRIPTOR MODULE... imports the modules and answers forked.py's requests on that socket. A child
+is like `python -m MODULE`, with the request's arguments, environment, folder, session and standard streams. This
+process has no threads, which a fork would lose, and ends with all its children when every process that may ask it has
+ended. With --front-ends, its children are schedulers, which ask for front ends on that other socket.
 """
 
 import argparse
@@ -26,19 +25,19 @@ from pathlib import Path
 
 MAX_REQUEST_BYTES = 200_000
 STATUS = struct.Struct("i")
-"""A child's process id, and at its end its exit status, as subprocess.Popen has it."""
+"""A child's process id, and later its exit status, as in subprocess.Popen."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """What distinguishes one start from another."""
+    """The properties of one start."""
 
     module: str
     arguments: list[str]
     environment: dict[str, str]
     folder: str
     ends_with_reader: bool = False
-    """Whether it is killed when its status cannot be read any more, as the process that asked for it has ended."""
+    """Whether it is killed when the process that asked for it has ended."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Child:
 
 
 def ask(control: socket.socket, start: Start, streams: Sequence[int]) -> int:
-    """Request a start with these as stdin, stdout and stderr; returns where the child's status is to be read."""
+    """Request a start with these as stdin, stdout and stderr; returns where to read the child's status."""
     status, theirs = os.pipe()
     try:
         socket.send_fds(control, [json.dumps(vars(start)).encode()], [*streams, theirs])
@@ -62,7 +61,7 @@ def ask(control: socket.socket, start: Start, streams: Sequence[int]) -> int:
 
 
 def serve(control: socket.socket) -> tuple[Start, list[int]]:
-    """Fork for each request. Returns in the children only: what to start, and stdin, stdout and stderr."""
+    """Fork for each request. Returns only in the children: the start, and stdin, stdout and stderr."""
     children: dict[int, Child] = {}  # by the descriptor that tells their end
     watched: dict[int, Child] = {}  # those that end with their reader, by the descriptor of their status
     poll = select.poll()
@@ -117,7 +116,7 @@ def _tell(status: int, number: int) -> None:
 
 
 def become(start: Start, streams: list[int], of_imports: dict[str, str]) -> None:
-    """Run the module in this process, with the variables that imports have set, as in any process that imports them."""
+    """Run the module in this process, with the variables that imports have set."""
     os.setsid()
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
@@ -155,7 +154,7 @@ def main() -> None:
     num_threads = len(os.listdir("/proc/self/task"))
     assert num_threads == 1, f"imports of {modules} have started {num_threads - 1} threads, which children would lack"
     gc.collect()
-    # Collections in the children would write to pages that they share; the one at the end of each costs 0.5 s.
+    # Collections in the children would write to shared pages; one at the end costs 0.5 s.
     gc.freeze()
     become(*serve(control), of_imports)
 

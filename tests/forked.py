@@ -1,7 +1,6 @@
-"""Services that a fork server starts for this process of tests, in a tenth of the time of `python -m`.
+"""Services that a fork server starts, in a tenth of the time of `python -m`.
 
-With PAGEWIRE_TEST_TRUE_STARTS=1 in the environment, and in tests that use the fixture `true_starts`, services start as
-they do everywhere else.
+PAGEWIRE_TEST_TRUE_STARTS=1, and the fixture `true_starts`, start services by `python -m`.
 """
 
 import contextlib
@@ -24,15 +23,15 @@ _WORKER = ("worker_service.__main__", "worker_service.execution.worker")
 _SCHEDULER = ("scheduler_service.__main__", "scheduler_service.server")
 FRONT_END = ("scheduler_service.frontend.__main__", "scheduler_service.frontend.server")
 IMPORTS = {"worker_service": _WORKER, "faulty_worker": _WORKER, "scheduler_service": _SCHEDULER}
-"""What is imported before the fork, by the module that is run. Front ends are forked for the schedulers among them."""
+"""Modules imported before the fork, by the module that is run. Front ends are forked for forked schedulers."""
 _READ_AT_THE_START = ("PAGEWIRE_", "PYTHONPATH", "PYTEST_", "OTEL_", "TORCHINDUCTOR_CACHE_DIR")
-"""Beginnings of the names of variables that no import reads, so that they may differ from the fork server's: services
-import OpenTelemetry only where spans are wanted. torch sets the last in a process of tests that asks more of it.
+"""Prefixes of variables that no import reads, so that they may differ from the fork server's. OpenTelemetry is imported
+only for spans; torch sets the last one in processes of tests.
 """
 
 
 class ForkedProcess:
-    """What tests need of subprocess.Popen, for a child of a fork server."""
+    """The part of subprocess.Popen that tests need, for a forked child."""
 
     def __init__(self, module: str, status: int, stderr: int) -> None:
         self.returncode: int | None = None
@@ -75,9 +74,9 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The fork server for these imports; it begins at once, and is ready with the first process.
+    """The fork server for these imports, started at once, and ready with its first process.
 
-    Its children have their front ends from another one, if there is one for `front_ends`.
+    Its children have their front ends from `front_ends`, if given.
     """
 
     def __init__(self, imports: Sequence[str], front_ends: "ForkServer | None" = None) -> None:
@@ -117,14 +116,14 @@ class ForkServer:
 
 
 class ForkServers:
-    """A fork server for each set of imports, from the first start that needs it."""
+    """A fork server for each set of imports, from its first use."""
 
     def __init__(self) -> None:
         self._servers: dict[Sequence[str], ForkServer] = {}
         self._one_looks = threading.Lock()
 
     def start(self, module: str, arguments: Sequence[str]) -> "ForkedProcess | subprocess.Popen[str]":
-        """In place of local.start_process. An environment that imports may read differently has a true start."""
+        """Replaces local.start_process. An environment that imports may read differently needs a true start."""
         if (imports := IMPORTS.get(module)) is None:
             return true_start(module, arguments)
         with self._one_looks:

@@ -1,6 +1,6 @@
-"""Front ends that a fork server starts for a scheduler, which was forked itself, in a tenth of the time of `python -m`.
+"""Front ends that a fork server starts for a forked scheduler, in a tenth of the time of `python -m`.
 
-As the system ends a front end with the scheduler that is its parent, so the fork server does.
+The fork server ends them with their scheduler, as the system does.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ MODULE = "scheduler_service.frontend"
 
 
 class ForkedFrontEnd:
-    """What an engine needs of asyncio.subprocess.Process, for a child of a fork server."""
+    """The part of asyncio.subprocess.Process that an engine needs, for a forked child."""
 
     def __init__(self, pid: int, status: int) -> None:
         self.pid = pid
@@ -42,7 +42,7 @@ class ForkedFrontEnd:
 
 
 def fork_front_ends(control: socket.socket) -> None:
-    """Have the engine of this process, or of its children, ask the fork server at the other end for front ends."""
+    """Have the engine of this process, or of its children, ask this fork server for front ends."""
 
     async def start(arguments: Sequence[str]) -> ForkedFrontEnd:
         request = Start(MODULE, list(arguments), dict(os.environ), os.getcwd(), ends_with_reader=True)

@@ -1,10 +1,9 @@
-"""Looks for examples that break a promise: every test of a property, with new seeds, until the time is over.
+"""Looks for examples that break a promise: every property test, with new seeds, until the time is over.
 
-Each core runs the tests in an order of its own, over and over. A test that fails is reported at once, with the example
-that Hypothesis shrank it to, and left out from there on; Hypothesis' database (.hypothesis/examples) keeps the example,
-and the line printed with it runs it again. One core compares whole systems instead: tests/fleet/differential.py draws
-requests, settings and disturbances from a seed, which is printed with what it finds; `--seed` runs one again. The exit
-status is 1 if anything was found.
+Each core runs the tests in its own order, again and again. A failing test is reported at once with its shrunk example
+and then left out; .hypothesis/examples keeps it, and the printed line runs it again. One core compares whole systems
+instead (tests/fleet/differential.py) and prints each failing seed; `--seed` runs one again. The exit status is 1 if
+anything was found.
 """
 
 import argparse
@@ -22,11 +21,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PYTEST = ("-m", "hypothesis", "--hypothesis-profile", "fuzz")
 QUIET = ("-p", "no:terminal", "-p", "no:xdist", "-p", "no:cacheprovider", "-o", "addopts=")
-"""The options in pyproject.toml are for the plugins that are left out, too."""
+"""The options in pyproject.toml include the omitted plugins'."""
 
 
 class Explorer:
-    """Runs the tests that pytest collected until `ends_at`, on the monotonic clock."""
+    """Runs the collected tests until `ends_at`, on the monotonic clock."""
 
     def __init__(self, ends_at: float) -> None:
         self._ends_at = ends_at

@@ -1,8 +1,7 @@
-"""Which process of several runs a test, and when: the tests of one file run in one process and share its fixtures.
+"""The process and the order of each test: the tests of a file run in one process and share its fixtures.
 
-All of tests/fleet share their workers. Long tests begin first, so that the processes end at about the same time. A test
-that is marked `alone` has the machine to itself. (pytest-xdist's own groups are marks, which its version 3.8 does not
-find with pytest 9.2.)
+All of tests/fleet share their workers. Long tests begin first, so that processes end at about the same time. A test
+marked `alone` has the machine to itself. (pytest-xdist 3.8 does not find its own group marks with pytest 9.2.)
 """
 
 import fcntl
@@ -37,28 +36,28 @@ LONGEST = (
     "tests/worker/serving/test_taken_adapters.py",
     "tests/worker/serving/test_rank_processes.py",
 )
-"""Groups by the time that they take, the longest first, but those whose single tests take 20 seconds before the
-fleet's: a test that is to be alone waits for the end of another process's test.
+"""Groups by time, the longest first, but those with single tests of 20 seconds before the fleet's: a test that is to be
+alone waits for the end of another's.
 """
 _GATE, _MACHINE = Path(__file__), Path(__file__).with_name("conftest.py")
 """Files that every process finds, for their locks."""
 
 
 class Groups(LoadScopeScheduling):
-    """Gives a group of tests to a process, and another one when it is nearly through."""
+    """Gives a process another group of tests when it is nearly done with one."""
 
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)
 
 
 def group_of(nodeid: str) -> str:
-    """The file of a test, or the folder whose files share more than they cost."""
+    """The file of a test, or the folder whose files share fixtures."""
     file = nodeid.partition("::")[0]
     return "tests/fleet" if file.startswith("tests/fleet/") else file
 
 
 def longest_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """The tests of LONGEST in front; in the order that they had otherwise."""
+    """The tests of LONGEST in front, otherwise in order."""
     places = {group: place for place, group in enumerate(LONGEST)}
     return sorted(items, key=lambda item: places.get(group_of(item.nodeid), len(places)))
 
@@ -72,9 +71,9 @@ class Turns:
 
     @contextmanager
     def turn(self, *, alone: bool, next_alone: bool = False) -> Iterator[None]:
-        """While this is held, other processes run tests too, unless it is to be `alone`; waits until that is so.
+        """Let other processes run tests too, unless `alone`; waits until that is so.
 
-        Tests of a row that are each to be alone have one turn, so that the others are waited for only once.
+        A row of tests that are each alone has one turn, so that the others are waited for only once.
         """
         if not self._is_kept:
             self._held.enter_context(_locked(alone=alone))

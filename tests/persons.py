@@ -1,4 +1,4 @@
-"""The words for persons, which requests, sequences and workers are not: names in snake case count as well."""
+"""Words for persons, also within names in snake case. Requests, sequences and workers are none."""
 
 import re
 
@@ -7,5 +7,5 @@ _PATTERN = re.compile(rf"(?<![a-z])({_WORDS})(?![a-z])", re.IGNORECASE)
 
 
 def persons_in(text: str) -> list[str]:
-    """Such words in a text, as they stand there."""
+    """The words for persons in a text."""
     return _PATTERN.findall(text.replace("_", " "))

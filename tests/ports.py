@@ -1,4 +1,4 @@
-"""Ports for processes that are started at an address, and started there again."""
+"""Ports of processes that are restarted at their address."""
 
 import random
 import socket
@@ -8,8 +8,7 @@ _ports = random.SystemRandom()  # a seed would have every process of tests try t
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that no outgoing connection can take while the process that listened on it is down, not even that of the
-    client that looks for it there."""
+    """A port that no outgoing connection takes while its process is down, not even that of its client."""
     while True:
         port = _ports.randrange(20_000, 32_000)  # below Linux's range for outgoing connections
         with socket.socket() as probe:

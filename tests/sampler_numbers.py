@@ -1,4 +1,4 @@
-"""Values for every number by which a sampler chooses tokens, made from the table of `pagewire_common.sampling`."""
+"""Values for every number of the sampler, from the table in `pagewire_common.sampling`."""
 
 import math
 from ctypes import c_float
@@ -10,7 +10,7 @@ FLOATS = tuple(name for name, number in NUMBERS.items() if number.kind is float)
 
 
 def drawn(name: str, draw: Random) -> float:
-    """A value of 32 bits within the number's bounds, at most 2 or, of integers, 40."""
+    """A 32-bit value within the bounds, at most 2 or, of integers, 40."""
     kind, _, (low, high, *_), *_ = NUMBERS[name]
     if kind is int:
         return draw.randint(int(low) + 1, 40)
@@ -27,4 +27,4 @@ BEYOND = [
         *([low] if excludes_low else []),
     )
 ]
-"""Values of each that no request may have; of an integer, whose field holds no negative number, there are none."""
+"""Invalid values of each; integers have no negative ones."""

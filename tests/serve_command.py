@@ -1,4 +1,4 @@
-"""`pagewire_client serve` as users start it, in a process of its own."""
+"""`pagewire_client serve` in a process of its own."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ class ServeCommand:
 
 @contextmanager
 def serve_command(target: str, *options: str, **environment: str) -> Iterator[ServeCommand]:
-    """Serves from the beginning of the block; a SIGTERM ends it."""
+    """Serves for the block; a SIGTERM ends it."""
     address = free_address()
     process = subprocess.Popen(
         [sys.executable, "-m", "pagewire_client", "serve", "--target", target, "--listen", address, *options],

@@ -1,4 +1,4 @@
-"""Heads that guess once more, slowly and plainly: all is computed anew for each guess, from transformers' states."""
+"""Draft heads in plain code: everything is computed anew for each draft, from transformers' states."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ def write_head(
     own_embedding: bool = False,
     **config: Any,
 ) -> Path:
-    """A head of random weights for the tiny models; `layers.0` as the layer's name makes it speculators' form."""
+    """A head of random weights for the tiny models, in speculators' format if the layer's name is `layers.0`."""
     num_guessable = num_guessable or vocabulary
     draw = torch.Generator().manual_seed(7)
 
@@ -87,7 +87,7 @@ def write_head(
 
 
 def write_mtp(folder: Path, qwen2: Path) -> Path:
-    """The checkpoint of a Qwen2 as one of MiMo, with a layer for multi-token prediction of random weights."""
+    """A Qwen2 checkpoint as one of MiMo, with a random layer for multi-token prediction."""
     shutil.copytree(qwen2, folder)
     config = json.loads((folder / "config.json").read_text())
     hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
@@ -131,7 +131,7 @@ class SlowHead:
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int], guessed: Sequence[int] = ()) -> Tensor:
-        """Of the token behind the tokens and the guesses that have been made so far; [vocabulary_size]."""
+        """The head's logits behind the tokens and the drafts so far, [vocabulary_size]."""
         states = self.states(token_ids[:-1])
         for number in range(len(guessed) + 1):
             found = self.compute([*token_ids[1:], *guessed[:number]], states)
@@ -145,11 +145,11 @@ class SlowHead:
         return guessed
 
     def states(self, token_ids: Sequence[int]) -> Tensor:
-        """What the head reads of the target, [tokens, hidden_size]."""
+        """The target's states for the head, [tokens, hidden_size]."""
         raise NotImplementedError
 
     def compute(self, token_ids: Sequence[int], states: Tensor) -> Tensor:
-        """Its own states, of tokens that follow those of these states."""
+        """The head's own states of tokens that follow those of `states`."""
         raise NotImplementedError
 
     def logits_of(self, state: Tensor) -> Tensor:
@@ -178,8 +178,6 @@ class SlowHead:
 
 
 class SlowEagle(SlowHead):
-    """EAGLE-3's."""
-
     def __init__(self, target: Path, head: Path) -> None:
         config = json.loads((head / "config.json").read_text())
         layer = "layers.0." if "transformer_layer_config" in config else "midlayer."
@@ -216,10 +214,8 @@ class SlowEagle(SlowHead):
 
 
 class SlowMtp(SlowHead):
-    """MiMo's."""
-
     def __init__(self, qwen2: Path, mimo: Path) -> None:
-        """qwen2: the same model, as transformers knows it."""
+        """`qwen2`: the same model for transformers."""
         whole, name = load_file(mimo / "model.safetensors"), "model.mtp_layers.0."
         weights = {key.removeprefix(name): value for key, value in whole.items() if key.startswith(name)}
         super().__init__(qwen2, weights, json.loads((mimo / "config.json").read_text()))

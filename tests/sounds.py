@@ -1,4 +1,4 @@
-"""Sounds in which nothing is said: tones and noise, in files of several kinds."""
+"""Sounds without speech: tones and noise, in files of several kinds."""
 
 import io
 from functools import cache
@@ -29,7 +29,7 @@ def file_of(
 def container_of(
     sound: npt.NDArray[np.float32], kind: str, codec: str, rate: int = RATE, number: int = 1, **options: str
 ) -> bytes:
-    """An MP4 or a Matroska file with so many equal sounds, by FFmpeg's names of format, encoder and options."""
+    """An MP4 or Matroska file of `number` equal sounds, by FFmpeg's names of format, encoder and options."""
     import av
 
     buffer = io.BytesIO()
@@ -47,18 +47,17 @@ def container_of(
 
 @cache
 def two_hours() -> bytes:
-    """Silence in 94 KiB, at the lowest rate that is heard, so that it is soon encoded."""
+    """Silence in 94 KiB, at the lowest supported rate, so that it is soon encoded."""
     return file_of(np.zeros(2 * 3600 * 4000, dtype=np.float32), "FLAC", rate=4000)
 
 
 @cache
 def two_hours_of_matroska() -> bytes:
-    """The same."""
     return container_of(np.zeros(2 * 3600 * 4000, dtype=np.float32), "matroska", "flac", 4000)
 
 
 def without_length(flac: bytes) -> bytes:
-    """The same sound in a file whose head does not say how long it is."""
+    """The same sound with a header that does not state its length."""
     return flac[:21] + bytes([flac[21] & 0xF0, *bytes(4)]) + flac[26:]
 
 

@@ -33,8 +33,8 @@ from pagewire_common.settings import ServiceSettings
 from scheduler_service.engine.calls.admission import MAX_SIDE_CALLS
 from scheduler_service.fit import parse_arguments as fit_arguments
 from scheduler_service.frontend.calls.text_calls import IN_FLIGHT, MAX_TEXTS
-from scheduler_service.frontend.checking.prompt import MAX_MESSAGES, MAX_TOKENIZE
-from scheduler_service.frontend.link.message_limits import BYTES_PER_TOKEN
+from scheduler_service.frontend.checking.validation import MAX_MESSAGES, MAX_TOKENIZE
+from scheduler_service.frontend.link.admissions import BYTES_PER_TOKEN
 from scheduler_service.operations.admin_servicer import MAX_WATCHES
 from scheduler_service.replay import parse_arguments as replay_arguments
 from scheduler_service.settings import SchedulerSettings

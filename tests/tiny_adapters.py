@@ -1,4 +1,4 @@
-"""Low-rank adapters with random weights for the model of tiny_model.py, as PEFT writes them."""
+"""Low-rank adapters with random weights for the model of tiny_model.py, in PEFT's format."""
 
 import json
 from itertools import product
@@ -25,7 +25,7 @@ def write_adapter(folder: Path, seed: int, rank: int = 4) -> Path:
 
 
 def write_three(folder: Path) -> Path:
-    """Adapters of the names "one", "two" and "three" and of three ranks."""
+    """Adapters "one", "two" and "three" of three ranks."""
     for number, name in enumerate(("one", "two", "three")):
         write_adapter(folder / name, number, rank=2 + 3 * number)
     return folder

@@ -1,4 +1,4 @@
-"""Encoders of random weights, with a tokenizer of bytes that puts [CLS] and [SEP] around texts, and pairs of texts."""
+"""Encoders of random weights, with a byte tokenizer that puts [CLS] and [SEP] around texts and pairs."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def write_encoder(directory: Path, family: str = "bert", num_labels: int = 0, seed: int = 0, **config: Any) -> Path:
-    """A checkpoint; with `num_labels` of a network that classifies."""
+    """A checkpoint; with `num_labels`, of a classifier."""
     import torch
     from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
@@ -36,7 +36,7 @@ def write_encoder(directory: Path, family: str = "bert", num_labels: int = 0, se
     torch.manual_seed(seed)
     kind = AutoModelForSequenceClassification if num_labels else AutoModel
     network = kind.from_config(AutoConfig.for_model(family, **sizes))
-    # Fresh biases and norms are constant, and fresh weights small, which would hide a mistaken one.
+    # Fresh biases and norms are constant, and fresh weights small, which would hide errors.
     for name, parameter in network.named_parameters():
         is_norm = parameter.dim() == 1 and not name.endswith("bias")
         torch.nn.init.normal_(parameter, mean=float(is_norm), std=0.2)
@@ -46,7 +46,7 @@ def write_encoder(directory: Path, family: str = "bert", num_labels: int = 0, se
 
 
 def write_pair_tokenizer(directory: Path, *, has_types: bool = True) -> None:
-    """has_types: whether it tells the second text of a pair apart."""
+    """`has_types`: whether it marks the second text of a pair."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
@@ -70,7 +70,7 @@ def write_pair_tokenizer(directory: Path, *, has_types: bool = True) -> None:
 
 
 def write_modules(directory: Path, mode: str, *names: str, max_length: int | None = None) -> Path:
-    """The files of sentence-transformers around a checkpoint: a pooling, and further modules by their names."""
+    """The files of sentence-transformers around a checkpoint: a pooling, and further modules by name."""
     kinds = ["Transformer", "Pooling", *names]
     modules = [
         {"idx": number, "path": f"{number}_{kind}" if number else "", "type": f"sentence_transformers.models.{kind}"}

@@ -1,4 +1,4 @@
-"""Networks of encoder and decoder with random weights, small enough for tests, and what transformers makes of them."""
+"""Small encoder-decoder networks with random weights, and their results in transformers."""
 
 import json
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Any
 from tiny_encoder import write_pair_tokenizer
 
 START, END = 0, 2
-"""What outputs begin with, and end with."""
+"""First and last token of outputs."""
 
 TEXT: dict[str, Any] = {"vocab_size": 261, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": END}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -77,7 +77,7 @@ GENERATION: dict[str, Any] = {
 
 
 def write_whisper(directory: Path, seed: int = 1) -> Path:
-    """A model that hears, and understands nothing of it, with a tokenizer of bytes."""
+    """A random model with audio input and a byte tokenizer."""
     import tokenizers
     import torch
     from tokenizers import decoders, models, pre_tokenizers
@@ -100,14 +100,14 @@ def write_whisper(directory: Path, seed: int = 1) -> Path:
 
 
 def write_encoder_decoder(directory: Path, family: str, seed: int = 0, **config: Any) -> Path:
-    """A checkpoint with a tokenizer of bytes, that puts [CLS] and [SEP] around texts."""
+    """A checkpoint with a byte tokenizer, which puts [CLS] and [SEP] around texts."""
     import torch
     from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
     sizes = FAMILIES[family] | config
     torch.manual_seed(seed)
     network: Any = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(family, **sizes))
-    # Fresh weights are small and norms constant, which would hide a mistaken one, and have outputs repeat one token.
+    # Fresh weights are small and norms constant, which would hide errors and make outputs repeat one token.
     for name, parameter in network.named_parameters():
         is_norm = parameter.dim() == 1 and not name.endswith("bias")
         torch.nn.init.normal_(parameter, mean=float(is_norm), std=0.3)
@@ -118,7 +118,7 @@ def write_encoder_decoder(directory: Path, family: str, seed: int = 0, **config:
 
 
 def write_adapter(folder: Path, model: Path, seed: int, rank: int = 3) -> Path:
-    """For some projections of both parts of a checkpoint's network, as PEFT writes one."""
+    """For some projections of encoder and decoder, in PEFT's format."""
     import torch
     from safetensors.torch import save_file
 
@@ -143,7 +143,7 @@ def adapted(network: Any) -> list[tuple[str, Any]]:
 
 
 class SlowEncoderDecoder:
-    """A checkpoint as transformers computes it, one input at a time, with an adapter added to its weights."""
+    """A checkpoint in transformers, one input at a time, with an adapter added to its weights."""
 
     def __init__(self, path: Path, adapter: Path | None = None) -> None:
         from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
@@ -159,14 +159,14 @@ class SlowEncoderDecoder:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
 
     def token_ids(self, text: str) -> list[int]:
-        """What the encoder reads of a text."""
+        """The encoder's tokens of a text."""
         found: list[int] = self._tokenizer(text)["input_ids"]
         return found
 
     def outputs(
         self, encoder: Sequence[int], num_tokens: int, decoder: Sequence[int] = (START,), **options: Any
     ) -> Any:
-        """The tokens behind the decoder's prompt, greedily or with `options` of generate, of each output asked for."""
+        """The tokens behind the decoder's prompt of each output, greedy or by `options` of generate."""
         import torch
 
         found = self.network.generate(
@@ -181,9 +181,9 @@ class SlowEncoderDecoder:
     def drawn(
         self, encoder: Sequence[int], output: Sequence[int], index: int, seed: int, temperature: float
     ) -> list[int]:
-        """What is drawn behind the decoder's start, and behind each token of its output, with the noise of this seed.
+        """Tokens drawn behind the decoder's start and each token of `output`, with this seed's noise.
 
-        If these are the output itself, it was drawn from what transformers computes.
+        If they equal `output`, it was drawn from transformers' logits.
         """
         import torch
 

@@ -1,4 +1,4 @@
-"""A Llama of random weights and a tokenizer of bytes: a real model, and a fast one."""
+"""A fast Llama of random weights and a byte tokenizer."""
 
 import shutil
 from pathlib import Path
@@ -12,7 +12,7 @@ SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 def write_byte_tokenizer(directory: Path) -> None:
-    """Tokens are single bytes, so that every character beyond ASCII spans several of them."""
+    """Tokens are single bytes, so that every character beyond ASCII spans several."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -29,7 +29,7 @@ def write_byte_tokenizer(directory: Path) -> None:
 
 
 def write_tiny_llama(directory: Path, tokenizer_directory: Path, seed: int = 0, **config: int) -> None:
-    """Weights in float32 for sequences of 512 tokens, and a copy of the byte tokenizer; `config` changes its sizes."""
+    """float32 weights for sequences of 512 tokens, and a copy of the tokenizer; `config` changes sizes."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

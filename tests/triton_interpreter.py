@@ -1,10 +1,9 @@
-"""Triton's interpreter as tests need it: products whose order is fixed, and less repeated work. Importing it does that.
+"""Patches Triton's interpreter on import: products with a fixed order of sums, and less repeated work.
 
-The interpreter multiplies by numpy's matmul, and OpenBLAS has a kernel for each kind of processor. Those for AVX2 sum
-up a row in an order that depends on the row's place and on the number of rows: a test of equal bits would then test
-OpenBLAS. Here each product is a sum in the order of the inner axis, by elementwise operations alone, whose roundings
-are IEEE's on every processor. The sum begins at zero and is then added to the accumulator, so that the depth of a
-kernel's tiles shows in the bits. A product of 64 x 64 x 64 takes 0.2 ms in place of 0.01: 1 % of an interpreted test.
+The interpreter uses numpy's matmul. OpenBLAS' AVX2 kernels sum a row in an order that depends on its place and on the
+number of rows, so a test of equal bits would test OpenBLAS. Here a product is summed in the order of the inner axis by
+elementwise operations, from zero, then added to the accumulator, so that the depth of a kernel's tiles shows in the
+bits. 64 x 64 x 64 take 0.2 ms in place of 0.01: 1 % of an interpreted test.
 """
 
 from collections.abc import Callable
@@ -22,7 +21,7 @@ def _multiply_in_order() -> None:
         if a.data.dtype.kind != "f":  # integers are exact in any order; narrow floats lie in integers
             return multiply(self, a, b, accumulator, *precision)
         left, right = (operand.data.astype(accumulator.data.dtype, copy=False) for operand in (a, b))
-        # [inner, rows, columns] in memory too, so that a sum runs over no neighbours.
+        # [inner, rows, columns] in memory too, so that no sum runs over neighbours.
         products = np.multiply(np.moveaxis(left, -1, 0)[..., None], right[:, None, :], order="C")
         return interpreter.TensorHandle(np.add.reduce(products, axis=0) + accumulator.data, accumulator.dtype.scalar)
 
@@ -30,7 +29,7 @@ def _multiply_in_order() -> None:
 
 
 def _patch_the_language_once_a_launch() -> None:
-    """The interpreter does so for every call of a function within a kernel, which takes a third of its time."""
+    """The interpreter does this for every call within a kernel, which takes a third of its time."""
     patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     modules = (tl, tl.core)
     patched: set[str] = set()
@@ -51,7 +50,7 @@ def _patch_the_language_once_a_launch() -> None:
 
 
 def _make_types_once() -> None:
-    """The interpreter makes the type of every value anew, and a table of numpy's with it: a quarter of its time."""
+    """The interpreter makes every value's type anew, with a numpy table: a quarter of its time."""
     make, of_numpy = tl.block_type.__init__, interpreter._get_np_dtype
     made: dict[Any, dict[str, Any]] = {}
     of_names: dict[str, Any] = {}

@@ -1,11 +1,10 @@
-"""`python -m worker_service` runs a worker. The option `--help` lists the worker's settings."""
+"""`python -m worker_service` runs a worker."""
 
 import os
 import sys
 
-# By default, the OpenMP threads of torch spin for milliseconds after a parallel loop. They would take the cores from
-# the threads of the CPU kernels and from a scheduler on the same machine. GOMP_SPINCOUNT limits the number of spins,
-# each of which takes about 15 ns. GOMP_SPINCOUNT must be set before torch is imported.
+# By default, torch's OpenMP threads spin for milliseconds after a parallel loop, on cores that other threads need. One
+# spin takes about 15 ns. The variable must be set before torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 from pagewire_common.serving.server import run
@@ -18,7 +17,6 @@ from worker_service.settings import WorkerSettings
 
 
 def main() -> None:
-    """Run the worker in this process, or start a process for each rank of the worker."""
     settings = load_settings(WorkerSettings, "worker_service")
     configure_logging(settings.log_level, settings.log_format)
     if not is_rank():

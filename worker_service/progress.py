@@ -1,4 +1,4 @@
-"""Shows the progress of loading a model: a progress bar on a terminal, or a log line every few seconds."""
+"""Shows the progress of loading: a progress bar on a terminal, or log lines."""
 
 import sys
 import time
@@ -10,18 +10,15 @@ from tqdm import tqdm
 log = structlog.get_logger()
 
 LOG_SECONDS = 5.0
-"""Seconds between two log lines that show progress."""
+"""Seconds between two log lines."""
 
 
 def stage(name: str) -> None:
-    """Log the name of the stage of loading that begins."""
     log.info("loading", stage=name)
 
 
 class Progress:
-    """A context that shows progress. The caller calls `update` with the number of bytes or items that were done since
-    the last call.
-    """
+    """A context that shows progress. `update` is called with the bytes or items done since the last call."""
 
     def __init__(self, what: str, total: int | None, unit: str) -> None:
         self._what, self._total, self._done = what, total, 0
@@ -39,7 +36,7 @@ class Progress:
             log.info("loading", stage=self._what, done=self._done, total=self._total)
 
     def reset(self, total: int) -> None:
-        """Start again from zero, with a new total number."""
+        """Start again from zero."""
         self._done, self._total = 0, total
         if self._bar is not None:
             self._bar.reset(total)
@@ -53,10 +50,9 @@ class Progress:
 
 
 def byte_progress(what: str, num_bytes: int | None = None) -> Progress:
-    """A `Progress` that counts bytes. If the total `num_bytes` is not known yet, `reset` sets it later."""
+    """Counts bytes. An unknown total is set later by `reset`."""
     return Progress(what, num_bytes, "B")
 
 
 def count_progress(what: str, count: int) -> Progress:
-    """A `Progress` that counts items."""
     return Progress(what, count, "it")

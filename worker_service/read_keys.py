@@ -1,9 +1,5 @@
-"""Reads a JSON object, such as config.json, with a type and limits for each value. The reader records which keys were
-read.
-
-Each method reads one type of value, so no value is converted silently. At the end, `unread` returns the keys that no
-code has read; the caller refuses them.
-"""
+"""Reads a JSON object, such as config.json, with a type and limits for each value, and without silent conversion. The
+caller refuses the keys that were not read."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar
@@ -13,29 +9,25 @@ from worker_service.wording import named, shown
 D = TypeVar("D")
 
 LARGEST = 2**31
-"""Default maximum of integers in a config.json, such as the number of layers."""
+"""Default maximum of integers, such as the number of layers."""
 _SMALLEST, _GREATEST = 1e-15, 1e15
-"""Default minimum and maximum of numbers. For a number within these limits, float32 can store the square and the
-inverse of the square.
-"""
+"""Default limits of numbers: float32 can store the square and its inverse."""
 REFUSED: Any = object()
-"""The argument `default` for a required key, and the argument `null` for a key that must not be null."""
+"""`default` of a required key, and `null` of a key that must not be null."""
 
 
 class ReadKeys:
-    """A JSON object. Each method that reads a key raises ValueError with the key's name, if the value has another type
-    or is outside the limits.
+    """A JSON object. Methods that read raise ValueError with the key's name for a value of another type or outside the
+    limits.
 
-    Two arguments of the methods: `default` is the result if the key is missing, and without `default` the key is
-    required. `null` is the result if the value is null, and without `null` a null value is refused. Nested objects are
-    also `ReadKeys`. The operator `in` does not mark a key as read.
-    """
+    `default`: the result if the key is missing, which is otherwise refused. `null`: the result for null, which is
+    otherwise refused. Nested objects are `ReadKeys`, too. `in` does not mark a key as read."""
 
     def __init__(self, json: "Mapping[str, Any] | ReadKeys", where: str = "") -> None:
         self.plain: Mapping[str, Any] = json.plain if isinstance(json, ReadKeys) else json
-        """The JSON object as a mapping. Reading a key from this mapping does not mark the key as read."""
+        """The plain mapping, whose use does not mark a key as read."""
         self._where = where
-        """The names of the enclosing objects, which precede a key's name in error messages."""
+        """The names of enclosing objects, for error messages."""
         self._read: set[str] = set()
         self._within: dict[str, ReadKeys] = {}
 
@@ -46,14 +38,13 @@ class ReadKeys:
         return name in self.plain
 
     def boolean(self, name: str, default: bool | D = REFUSED, *, null: bool | D = REFUSED) -> bool | D:
-        """Read true or false."""
         found: bool | D = self._value(name, default, null, "true or false", lambda value: type(value) is bool)
         return found
 
     def integer(
         self, name: str, default: int | D = REFUSED, *, null: int | D = REFUSED, least: int = 1, most: int = LARGEST
     ) -> int | D:
-        """Read an integer. A number that is not written as an integer, such as 2.0, is refused."""
+        """Read an integer. 2.0 is refused."""
         wanted = f"a whole number from {least} to {most}"
         found: int | D = self._value(
             name, default, null, wanted, lambda value: type(value) is int and least <= value <= most
@@ -77,20 +68,17 @@ class ReadKeys:
     def choice(
         self, name: str, options: Collection[str], default: str | D = REFUSED, *, null: str | D = REFUSED
     ) -> str | D:
-        """Read a string that must be one of `options`."""
         found: str | D = self._value(name, default, null, _one_of(options), lambda value: _is_of(value, options))
         return found
 
     def choices(self, name: str, options: Collection[str], count: int) -> list[str] | None:
-        """Read a list of `count` strings from `options`. Returns None if the key is missing or null."""
+        """None if the key is missing or null."""
         wanted = f"a list of {count}, each of which is {_one_of(options)}"
         found: list[str] | None = self._list(name, wanted, lambda value: _is_of(value, options), count)
         return found
 
     def integers(self, name: str, count: int | None = None, *, least: int, most: int) -> list[int] | None:
-        """Read a list of `count` integers, or of any number of integers if `count` is None. Returns None if the key is
-        missing or null.
-        """
+        """Any number of integers if `count` is None. Returns None if the key is missing or null."""
         wanted = f"a list of {'' if count is None else f'{count} '}whole numbers from {least} to {most}"
         found: list[int] | None = self._list(
             name, wanted, lambda value: type(value) is int and least <= value <= most, count
@@ -98,7 +86,7 @@ class ReadKeys:
         return found
 
     def numbers(self, name: str, count: int) -> list[float]:
-        """Read a list of `count` finite numbers. The key is required."""
+        """The key is required."""
         wanted = f"a list of {count} numbers from {_SMALLEST:g} to {_GREATEST:g}"
         found: list[float] | None = self._list(
             name, wanted, lambda value: _is_number(value, _SMALLEST, _GREATEST), count
@@ -108,28 +96,25 @@ class ReadKeys:
         return found
 
     def group(self, name: str) -> "ReadKeys":
-        """Read a nested object. Returns an empty object if the key is missing or null."""
+        """A nested object, empty if the key is missing or null."""
         found: Mapping[str, Any] | None = self._value(
             name, None, None, "an object", lambda value: isinstance(value, Mapping)
         )
         return self._within.setdefault(name, ReadKeys(found or {}, f"{self._where}{named(name)}."))
 
     def without_effect(self, *names: str) -> None:
-        """Mark keys as read whose values the caller may ignore."""
+        """Mark keys as read whose values may be ignored."""
         for name in names:
             self._read.add(name)
             self._within.pop(name, None)
 
     def neutral(self, **values: object) -> None:
-        """Mark keys as read that have the given values, because the caller already behaves as these values require.
-        Keys with other values stay unread.
-        """
+        """Mark keys as read that have the given values, which the caller already implements."""
         self.without_effect(*(name for name, value in values.items() if _is_same(self.plain.get(name), value)))
 
     def unread(self) -> dict[str, Any]:
-        """The keys that were not read, with their values. Keys of nested objects have names such as
-        "rope_scaling.factor". Keys with the values null, {} and [] are left out, because these values have no effect.
-        """
+        """The keys that were not read, such as "rope_scaling.factor". Values without effect (null, {} and []) are left
+        out."""
         found = {name: value for name, value in self.plain.items() if name not in self._read}
         for name, within in self._within.items():
             found |= {f"{name}.{key}": value for key, value in within.unread().items()}
@@ -171,5 +156,5 @@ def _is_of(value: object, options: Collection[str]) -> bool:
 
 
 def _is_same(found: object, value: object) -> bool:
-    """Whether two JSON values are equal. Unlike in Python, true and 1 are different."""
+    """Equality of JSON values: unlike in Python, true and 1 differ."""
     return (type(found) is bool) is (type(value) is bool) and found == value

@@ -1,4 +1,4 @@
-"""The settings of a worker, which are read from flags and environment variables."""
+"""The settings of a worker: flags and environment variables."""
 
 import json
 from collections.abc import Mapping
@@ -12,9 +12,7 @@ from worker_service.speculative_config import OLD_METHODS, SpeculativeConfig
 
 
 class WorkerSettings(ServiceSettings):
-    """The settings of a worker. If a setting is None, the worker chooses the value at start, by the model and the
-    device.
-    """
+    """A setting that is None is chosen at start, by model and device."""
 
     old_names: ClassVar[Mapping[str, str]] = {
         "num_device_blocks": "num_gpu_blocks_override",
@@ -26,25 +24,25 @@ class WorkerSettings(ServiceSettings):
     model: str = Field("default", description="'default', a Hugging Face directory, a GGUF file, or a hub name")
     listen: Address = Field("127.0.0.1:50052", validate_default=True, description="HOST:PORT to serve WorkerService on")
     scheduler_identity: str | None = Field(
-        None, description="with --mutual-tls: the name in the certificate of the scheduler, which alone may call then"
+        None, description="with --mutual-tls: the name in the scheduler's certificate; only the scheduler may then call"
     )
     metrics_identity: str | None = Field(
         None,
         description="with --mutual-tls: a name that a certificate must have to read metrics, besides the scheduler's",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one, else cpu")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if there is a GPU, else cpu")
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
-        "auto", description="of weights and cache; auto: the checkpoint's own"
+        "auto", description="type of weights and cache; auto: as in the checkpoint"
     )
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="auto: the checkpoint's weights; dummy: random ones, from config.json alone"
     )
     quantization: Literal["none", "fp8", "int8", "w8a8", "int4", "gguf"] = Field(
         "none",
-        description="of weights, in natively run models. fp8: weights and inputs of products in e4m3, which takes half "
-        "the memory on GPUs that multiply it; on CPUs, in bf16: int8: half the memory to read, with AVX-512 BF16, for "
-        "few sequences at once; w8a8: half the memory, and products of integers; int4: a third of the memory, and the "
-        "same; gguf: as the model's GGUF file has them",
+        description="number format of weights, for models that run natively. fp8: e4m3 for weights and inputs of "
+        "products, half the memory on GPUs that multiply fp8. On CPUs with bf16: int8: half the memory to read, for "
+        "few sequences at once, needs AVX-512 BF16; w8a8: half the memory, products of integers; int4: a third of the "
+        "memory, products of integers; gguf: as in the model's GGUF file",
     )
     tensor_parallel_size: int = Field(
         1,
@@ -58,7 +56,7 @@ class WorkerSettings(ServiceSettings):
         None,
         ge=1,
         le=2**31 - 1,
-        description="KV cache blocks on the device, a GPU or a CPU; by default what its memory has room for",
+        description="KV cache blocks on the device, a GPU or a CPU; by default as many as fit into memory",
     )
     kv_cache_memory: float | None = Field(
         None,
@@ -69,8 +67,8 @@ class WorkerSettings(ServiceSettings):
     )
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = Field(
         "auto",
-        description="of keys and values. auto: as --dtype; int8 and fp8: with a scale for every head and token, in "
-        "nearly half the memory of 16 bits; fp8 (e4m3) on GPUs that have it",
+        description="type of keys and values. auto: as --dtype; int8 and fp8: with a scale for every head and token, "
+        "nearly half the memory of 16 bits; fp8 (e4m3) only on GPUs that support it",
     )
     swap_space: float = Field(1.0, ge=0, le=2**20, description="GiB of host memory for swapped blocks")
     max_num_batched_tokens: int = Field(2048, ge=1, description="most tokens computed in one step")
@@ -85,8 +83,8 @@ class WorkerSettings(ServiceSettings):
     batch_invariant: bool = Field(
         False,
         description="sum up each token's numbers in one order, so that tokens in 16 bits are the same alone, in a "
-        "batch, in chunks, after preemption and after the loss of a worker; for natively run models. On a CPU bf16 is "
-        "so anyway; on a GPU other kernels compute, whose cost was not measured",
+        "batch, in chunks, after preemption and after the loss of a worker; for natively run models. On a CPU, bf16 "
+        "needs no flag; on a GPU, other kernels are used, whose cost was not measured",
     )
     forms: bool = Field(
         True,
@@ -96,11 +94,11 @@ class WorkerSettings(ServiceSettings):
     speculative_config: str | None = Field(
         None,
         validate_default=True,
-        description="guess how an output goes on, and verify several tokens in a step where that is faster; the tokens "
-        "are the same. JSON with the keys method, model, num_speculative_tokens (8), prompt_lookup_min (2) and "
-        "prompt_lookup_max (16). ngram: as the output, or its prompt, did before; draft_model and eagle3: as the "
-        '"model" does, a smaller one with the same vocabulary or an EAGLE-3 head; mtp: as the layer does that the '
-        "checkpoint has for it",
+        description="draft tokens, and verify several in a step where that is faster; the outputs are the same. JSON "
+        "with the keys method, model, num_speculative_tokens (8), prompt_lookup_min (2) and prompt_lookup_max (16). "
+        "ngram: repeats what followed the same tokens in the prompt or output; draft_model: the drafts of a smaller "
+        '"model" with the same vocabulary; eagle3: of an EAGLE-3 head, the "model"; mtp: of the checkpoint\'s layer '
+        "for multi-token prediction",
     )
     max_loras: int = Field(
         0, ge=0, le=256, description="most low-rank adapters in one step, for which memory is set aside on the device"
@@ -152,24 +150,22 @@ class WorkerSettings(ServiceSettings):
     @classmethod
     def _needs_certificates(cls, identity: str | None, info: ValidationInfo) -> str | None:
         if identity and not info.data.get("mutual_tls"):
-            raise ValueError("it needs --mutual-tls, without which callers show no certificate")
+            raise ValueError("it needs --mutual-tls; without mutual TLS, callers show no certificate")
         return identity
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """The parsed `--speculative-config`, or None if the worker drafts no tokens."""
+        """None if the worker drafts no tokens."""
         return SpeculativeConfig.parse(self.speculative_config) if self.speculative_config is not None else None
 
     @property
     def num_drafts(self) -> int:
-        """The maximum number of drafts of one sequence in one step, or 0 if the worker drafts no tokens."""
+        """Maximum drafts of one sequence in one step; 0 without drafts."""
         return self.speculation.num_speculative_tokens if self.speculation is not None else 0
 
     @property
     def metrics_readers(self) -> list[str]:
-        """The names of clients that may read the metrics; a client's certificate must contain one of these names. If
-        the list is empty, every client may read the metrics.
-        """
+        """Names in certificates of clients that may read the metrics; empty for every client."""
         return [name for name in (self.scheduler_identity, self.metrics_identity) if name]
 
 

@@ -1,8 +1,4 @@
-"""Parses the flag `--speculative-config`, which determines how a worker drafts tokens. The value is JSON, as for vLLM's
-flag of the same name.
-
-Keys and methods have the same meaning as in vLLM. If a key or method is not supported, the error names it.
-"""
+"""Parses the flag `--speculative-config`: JSON with the keys and methods of vLLM's flag of the same name."""
 
 from typing import Literal, Self
 
@@ -12,21 +8,15 @@ from pagewire_common.model_files.json_text import loads
 
 Method = Literal["ngram", "draft_model", "eagle3", "mtp"]
 OLD_METHODS: dict[str, Method] = {"ngram": "ngram", "draft": "draft_model", "eagle": "eagle3", "mtp": "mtp"}
-"""The value of `method` for each value of `--speculate`, the flag that the previous release had."""
+"""The `method` of each value of `--speculate`, a flag of the previous release."""
 
 FEWEST = 2
-"""Default minimum number of last tokens that must have occurred before, for the method ngram. A single token is too
-few, because it has nearly always occurred before.
-"""
+"""Default minimum of last tokens that must have occurred before. A single token nearly always has."""
 MAX = 16
-"""Default maximum number of last tokens that are compared with earlier tokens, for the method ngram. Comparing more
-tokens did not give better drafts.
-"""
+"""Default maximum of last tokens to compare. More gave no better drafts."""
 
 
 class SpeculativeConfig(BaseModel):
-    """The contents of `--speculative-config`."""
-
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
     method: Method
@@ -37,7 +27,7 @@ class SpeculativeConfig(BaseModel):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse the value of the flag. Raises ValueError whose text is a sentence for the user."""
+        """Raises ValueError with a sentence for the user."""
         try:
             config = cls.model_validate_json(text)
         except ValidationError as error:
@@ -62,15 +52,15 @@ class SpeculativeConfig(BaseModel):
 
     @property
     def flag(self) -> str:
-        """The name of the flag and of the method, for error messages."""
+        """Flag and method, for error messages."""
         return f'--speculative-config with the method "{self.method}"'
 
     @property
     def fewest(self) -> int:
-        """Minimum number of a sequence's last tokens that must have occurred before, for the method ngram."""
+        """Last tokens that must have occurred before, for the method ngram."""
         return self.prompt_lookup_min or min(FEWEST, self.prompt_lookup_max or FEWEST)
 
     @property
     def longest(self) -> int:
-        """Maximum number of a sequence's last tokens that are compared with earlier tokens, for the method ngram."""
+        """Last tokens to compare at most, for the method ngram."""
         return self.prompt_lookup_max or max(MAX, self.prompt_lookup_min or MAX)

@@ -1,6 +1,4 @@
-"""Shortens names in untrusted files and error texts of libraries to one short line, so that an error message can
-contain them.
-"""
+"""Shortens names in untrusted files and error texts of libraries to one short line, for error messages."""
 
 from pagewire_common.model_files.shown import shown as shown
 
@@ -9,16 +7,13 @@ _MAX_REASON = 1_000
 
 
 def named(name: str) -> str:
-    """The name of a tensor or key, for an error message. If the name is long or not printable, `shown` escapes and
-    shortens it.
-    """
+    """The name of a tensor or key, escaped and shortened if long or not printable."""
     return name if name.isprintable() and 0 < len(name) <= _MAX_NAME else shown(name)
 
 
 def reason(error: Exception) -> str:
-    """The text of a library's error, for an error message. If the error advises to set `trust_remote_code`, another
-    text replaces the advice, because a worker never runs a model's code.
-    """
+    """The text of a library's error. Advice to set `trust_remote_code` is replaced, because a worker never runs a
+    model's code."""
     text = " ".join(str(error).split()) or type(error).__name__
     if "trust_remote_code" in text:
         return "it needs code of its own, and a model's code is never run"

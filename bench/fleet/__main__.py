@@ -1,18 +1,11 @@
-"""Measures fleets of several workers, their overhead and their behaviour under failures and load: python -m
-bench.fleet.
+"""Measures fleets of several workers: python -m bench.fleet. Prints Markdown tables, and JSON as the last line.
 
-The benchmark prints Markdown tables, and JSON as its last line. Its parts measure the following:
-
-- `failover`: the time from killing a worker with SIGKILL to the next token of the worker's streams, and how much of
-  this time is spent on computing lost tokens again.
-- `feeding`: the number of workers that one scheduler process keeps busy. Each simulated worker runs 256 sequences and
-  takes 20 ms for a step.
-- `front-ends`: the front ends' CPU time per token with few and with many streams, over one connection and over many.
-  This part also measures the message with which the engine sends a step's tokens to a front end.
+- `failover`: the time from SIGKILL of a worker to the next token of its streams, and to compute lost tokens again.
+- `feeding`: the number of workers that one scheduler process keeps busy (256 sequences, steps of 20 ms).
+- `front-ends`: the front ends' CPU time per token, and the engine's message to a front end.
 - `overhead`: the output rate of one scheduler with one to three workers, compared with one scheduler for each worker.
-- `tracing`: the scheduler's CPU time per token if every request is traced with spans, and without spans.
-- `bystanders`: the output rate of some streams while other clients never read their answers, or hold connections open
-  without sending.
+- `tracing`: the scheduler's CPU time per token with and without spans.
+- `bystanders`: the output rate while other clients never read their answers, or hold connections open.
 """
 
 import argparse
@@ -40,8 +33,7 @@ from worker_service.settings import WorkerSettings
 
 PARTS = ("failover", "feeding", "front-ends", "overhead", "tracing", "bystanders")
 OVERHEAD_WORKERS = (1, 2, 3)
-"""Numbers of workers with which the overhead is measured. With one worker, the two compared systems are equal, so the
-difference of their figures is the error of the measurement.
+"""Numbers of workers. With one, both compared systems are equal, so their difference is the error of the measurement.
 """
 OVERHEAD_COLUMNS = (
     "workers", "apart, tok/s", "together, tok/s", "overhead, %", "at least", "at most", "scheduler apart, µs a token",
@@ -108,15 +100,15 @@ def run(parts: list[str], most: int, model: Path, console: Console) -> dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="bench fleet", description="Measures what a fleet bears and costs.")
-    parser.add_argument("--parts", default=",".join(PARTS), metavar="NAME,…", help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--most", type=int, default=32, help="most workers to feed (default 32)")
+    parser = argparse.ArgumentParser(prog="bench fleet", description="Measures fleets of several workers.")
+    parser.add_argument("--parts", default=",".join(PARTS), metavar="NAME,…", help=f"names, of {', '.join(PARTS)}")
+    parser.add_argument("--most", type=int, default=32, help="most workers of the part feeding (default 32)")
     arguments = parser.parse_args()
     parts = arguments.parts.split(",")
     if unknown := [part for part in parts if part not in PARTS]:
         parser.error(f"there is no part {unknown[0]!r}, but {', '.join(PARTS)}")
     raise_open_files_limit()  # The part `bystanders` opens a thousand connections from this process.
-    # On SIGTERM and SIGHUP, as on Ctrl-C, the benchmark ends and stops its child processes.
+    # SIGTERM and SIGHUP end the benchmark and its child processes, as Ctrl-C does.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:

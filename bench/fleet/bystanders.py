@@ -1,8 +1,7 @@
-"""Measures how streams are slowed by other clients' calls whose answers are never read, and by idle connections.
+"""Measures how streams are slowed by calls whose answers are never read, and by idle connections.
 
-One worker serves the default model to eight measured streams. Eight extra calls of another client run at the same time.
-In one run, this other client reads the answers to the extra calls. In the other run, the other client never reads the
-answers, and a thousand idle connections are open.
+One worker serves the default model to eight measured streams and eight extra calls of another client. This client reads
+its answers in one run. In the other it never does, and a thousand idle connections are open.
 """
 
 import asyncio
@@ -30,18 +29,15 @@ NUM_ROUNDS = 8
 
 @dataclass(frozen=True, slots=True)
 class Bystanders:
-    """Output tokens per second of the measured streams in both runs, and the slowdown."""
+    """Output tokens per second of the measured streams, and the slowdown. The interval is of 95% confidence."""
 
     alone: float
-    """Output tokens per second of the measured streams while the client of the extra calls reads its answers."""
+    """The extra calls are read."""
     beside: float
-    """Output tokens per second of the measured streams while the extra calls are not read and the idle connections are
-    open.
-    """
+    """The extra calls are not read, and the idle connections are open."""
     slowed_percent: float
-    """Median slowdown of the measured streams in percent, over pairs of runs."""
+    """Median over pairs of runs."""
     at_least_percent: float
-    """Lower end of the 95% confidence interval of the median slowdown, in percent."""
     at_most_percent: float
 
 
@@ -77,7 +73,7 @@ def run(model: Path, vocabulary_size: int, tell: Callable[[str], None]) -> Bysta
                             for _ in range(NUM_SILENT_CONNECTIONS):
                                 stack.enter_context(socket.create_connection((host, int(port))))
                         async with extra_calls(fleet.target, 0 if name == "beside" else WIDEST):
-                            # each run has new prompts, so that no prompt is in the prefix cache
+                            # new prompts, so that none is in the prefix cache
                             prompts = load.prompts(vocabulary_size, f"{number} {name}")
                             run = await drive(system, load, prompts)
                     if number:  # the first run of each kind is a warm-up

@@ -1,4 +1,4 @@
-"""Child processes of the benchmark that keep counters. On request, a child reports its counters as a line of JSON."""
+"""Child processes that keep counters, and report them on request as a line of JSON."""
 
 import asyncio
 import json
@@ -11,9 +11,7 @@ from bench.loads.drive import BenchError
 
 
 async def report(describe: Callable[[], object]) -> None:
-    """Called in the child process: write the result of `describe` as JSON at once, and again for every line on stdin,
-    until stdin ends.
-    """
+    """In the child: write `describe()` as JSON at once, and again for every line on stdin until it ends."""
     lines = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(lines)
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
@@ -25,9 +23,7 @@ async def report(describe: Callable[[], object]) -> None:
 
 
 class Child:
-    """A child process, as its parent sees it. The child process runs from the construction of this object until
-    `close`.
-    """
+    """A child process, as its parent sees it, from the construction until `close`."""
 
     def __init__(self, module: str, *arguments: str) -> None:
         self._module = module
@@ -37,7 +33,7 @@ class Child:
         self.first = self._read()
 
     def ask(self) -> Any:
-        """Return the child's current counters. Raises BenchError if the child process has ended."""
+        """The child's current counters. Raises BenchError if the process has ended."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write("\n")

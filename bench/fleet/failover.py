@@ -1,11 +1,8 @@
-"""Measures how long the streams of a killed worker pause: the time from SIGKILL to the next token of each stream.
+"""Measures how long the streams of a killed worker pause: from SIGKILL to each stream's next token.
 
 Two workers serve the default model with one thread each. While the streams begin, one worker is drained, so that all
-streams run on the other worker. When the worker with the streams is killed, the drained worker takes requests again, is
-free and continues the streams.
-
-The free worker's time to compute the lost tokens again is measured separately. As many new prompts as streams, of the
-same lengths, are sent to the free worker at once, and the time to each prompt's first token is measured.
+run on the other and the drained one is free when the other is killed. The time to compute the lost tokens is measured
+separately, as the time to first token of as many new prompts of the same lengths.
 """
 
 import asyncio
@@ -31,12 +28,12 @@ WORKER_ARGUMENTS = ("--threads", "1", "--kv-cache-memory", "0.5", "--max-model-l
 
 @dataclass(slots=True)
 class Failover:
-    """The measured times in milliseconds. Each list contains a value for each stream and each kill of a worker."""
+    """Milliseconds, for each stream and each kill."""
 
     pauses: list[float] = field(default_factory=list)
-    """Time from killing the worker with SIGKILL to the stream's next token."""
+    """Time from SIGKILL to the stream's next token."""
     recomputes: list[float] = field(default_factory=list)
-    """Time from sending a new prompt with as many tokens as the stream had to its first token."""
+    """Time to first token of a new prompt of the stream's length."""
 
     def as_json(self) -> dict[str, float]:
         return {
@@ -102,9 +99,7 @@ async def _kill(
 
 
 def _end_of_pause(killed: float, times: Sequence[float]) -> float:
-    """The time at which the longest pause around the kill of the worker ends. Tokens that the worker sent before the
-    kill may still arrive after the kill.
-    """
+    """The end of the longest pause around the kill. Tokens that were sent before the kill may arrive after it."""
     pauses = [(after - before, after) for before, after in pairwise(times) if before < killed + ON_ITS_WAY_SECONDS]
     return max(pause for pause in pauses if pause[1] > killed)[1]
 

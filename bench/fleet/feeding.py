@@ -1,11 +1,8 @@
-"""Measures how many workers one scheduler process keeps busy. The benchmark adds workers that sleep instead of
-computing, until the workers wait too long for steps.
+"""Measures how many workers one scheduler process keeps busy, by adding workers that sleep instead of computing.
 
-Each worker runs 256 sequences in steps of 20 ms. Requests have 64 prompt tokens and 128 to 384 output tokens. When a
-request ends, another request arrives. The number of requests in flight is so large that some requests always wait in
-the queue. Every token is detokenized and streamed to a client. The worker processes and the load generator use little
-CPU time. The report contains the CPU time of each process. If the scheduler's CPU time is nearly one core, Python's
-global interpreter lock limits the scheduler.
+Each runs 256 sequences in steps of 20 ms. Requests have 64 prompt tokens and 128 to 384 output tokens, and some always
+wait. Every token is detokenized and streamed. If the scheduler's CPU time is nearly one core, Python's global
+interpreter lock limits the scheduler.
 """
 
 import contextlib
@@ -26,9 +23,7 @@ STEP_MS = 20.0
 WORKERS_A_PROCESS = 8
 MAX_IDLE_PERCENT = 5.0
 WAITING_SHARE = 0.125
-"""Number of additional streams, as a share of the streams that the workers can run at once. With additional streams,
-some requests always wait in the queue.
-"""
+"""Additional streams, as a share of those that can run at once, so that some requests always wait."""
 RAMP_SECONDS = 60.0
 SETTLE_SECONDS = 3.0
 WINDOW_SECONDS = 8.0
@@ -36,38 +31,30 @@ WINDOW_SECONDS = 8.0
 
 @dataclass(frozen=True, slots=True)
 class Feeding:
-    """The figures measured with one number of workers."""
+    """The figures with one number of workers."""
 
     num_workers: int
     idle_percent: float
-    """Percentage of the time in which the workers compute no step."""
+    """Time in which the workers compute no step."""
     sequences_a_step: float
     tokens_per_second: float
-    """Tokens per second that clients receive. Only the tokens of streams that ended during the measurement count."""
+    """Tokens of streams that ended during the measurement."""
     messages_per_second: float
     tokens_a_message: float
-    """Mean number of tokens in a GenerateResponse message. If messages contain more tokens, a stream needs fewer
-    messages.
-    """
     engine_us: float
     front_ends_us: float
-    """CPU time per token in microseconds, summed over all front ends."""
+    """CPU microseconds per token, of all front ends."""
     engine_cores: float
-    """CPU seconds of the engine's process per second. More than one CPU second per second is possible, because gRPC's
-    threads run in parallel with Python's threads.
-    """
+    """CPU seconds of the engine's process per second; above 1 when gRPC's threads run in parallel with Python's."""
     front_ends_cores: float
     busiest_percent: float
-    """The busiest front end's percentage of the CPU time of all front ends."""
+    """The busiest front end's share of the CPU time of all."""
     workers_cores: float
     client_cores: float
 
     @property
     def is_fed(self) -> bool:
-        """Whether the workers are busy and compute full steps of nearly 256 sequences.
-
-        A worker whose steps are half empty counts as half idle.
-        """
+        """Whether the workers are busy with nearly full steps: half-empty steps count as half idle."""
         return self.idle_percent < MAX_IDLE_PERCENT and self.sequences_a_step > 0.95 * MAX_NUM_SEQS
 
 
@@ -81,7 +68,7 @@ def measure(
 ) -> Feeding:
     """Start all processes, wait until the workers' steps are full, and measure for a few seconds.
 
-    By default the load generator starts more streams than can run at once, and opens a connection for every 64 streams.
+    By default there are more streams than can run at once, and a connection for every 64 streams.
     """
     with contextlib.ExitStack() as stack:
         groups = []
@@ -146,7 +133,7 @@ def measure(
 
 
 def _ramp_up(read: Callable[[], dict[str, float]], full: float) -> None:
-    """Wait until the workers' steps are full, at most for RAMP_SECONDS, and then for another SETTLE_SECONDS."""
+    """Wait until the workers' steps are full, at most RAMP_SECONDS, then SETTLE_SECONDS more."""
     until = time.monotonic() + RAMP_SECONDS
     before = read()
     while time.monotonic() < until:
@@ -160,11 +147,9 @@ def _ramp_up(read: Callable[[], dict[str, float]], full: float) -> None:
 
 
 def search(model: Path, most: int, tell: Callable[[Feeding], None]) -> list[Feeding]:
-    """Double the number of workers until the scheduler cannot keep all workers busy, and then search between the last
-    two numbers of workers by bisection.
+    """Double the number of workers until the scheduler cannot keep all busy, then bisect.
 
-    Raises BenchError if the scheduler cannot keep a single worker busy. The returned figures are sorted by the number
-    of workers.
+    The figures are sorted by the number of workers. Raises BenchError if a single worker is too many.
     """
     seen: dict[int, Feeding] = {}
 
@@ -183,5 +168,5 @@ def search(model: Path, most: int, tell: Callable[[Feeding], None]) -> list[Feed
         else:
             hungry = middle
     if not fed:
-        raise BenchError("the scheduler does not keep a single worker fed here")
+        raise BenchError("the scheduler does not keep a single worker busy here")
     return [seen[number] for number in sorted(seen)]

@@ -1,4 +1,4 @@
-"""Runs a scheduler and several workers as child processes. A worker can be killed and restarted at the same address."""
+"""A scheduler and several workers as child processes. A worker can be killed and restarted at its address."""
 
 import asyncio
 import signal
@@ -28,9 +28,7 @@ def free_address() -> str:
 
 
 class Fleet:
-    """A scheduler and its workers, which run from the construction of this object until `stop`. Raises ServerError if a
-    process does not start.
-    """
+    """A scheduler and its workers, until `stop`. Raises ServerError if a process does not start."""
 
     def __init__(
         self,
@@ -64,11 +62,11 @@ class Fleet:
         self.workers[address] = ServiceProcess("worker_service", ["--listen", address, *self._worker_arguments])
 
     def kill(self, address: str) -> None:
-        """Send SIGKILL to a worker, without waiting until its process has ended."""
+        """Send SIGKILL, without waiting for the end of the process."""
         self.workers[address].process.send_signal(signal.SIGKILL)
 
     def restart(self, address: str) -> None:
-        """Restart a killed worker, and wait until the worker has a session with the scheduler."""
+        """Restart a killed worker, and wait for its session."""
         assert self._scheduler is not None
         self.workers[address].stop()
         self._start(address)
@@ -89,14 +87,11 @@ class Fleet:
             return (await AdminServiceStub(channel).GetClusterState(GetClusterStateRequest())).state
 
     async def give_nothing_to(self, address: str) -> None:
-        """Drain a worker, so that it receives no new requests."""
         async with open_channel(self.admin_target, None) as channel:
             await AdminServiceStub(channel).DrainWorker(DrainWorkerRequest(address=address))
 
     async def give_again_to(self, address: str) -> None:
-        """End the drain of a worker. Raises BenchError if the worker has no session with the scheduler within a
-        minute.
-        """
+        """End the drain of a worker. Raises BenchError if it has no session within a minute."""
         async with open_channel(self.admin_target, None) as channel:
             await AdminServiceStub(channel).UndrainWorker(UndrainWorkerRequest(address=address))
         assert self._scheduler is not None

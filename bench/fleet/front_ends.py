@@ -1,4 +1,4 @@
-"""Measures the CPU time of front ends with few and with many streams, over one connection and over many."""
+"""Measures the CPU time of front ends with few and many streams, over one and many connections."""
 
 import time
 from collections.abc import Callable
@@ -12,14 +12,12 @@ from scheduler_service.engine.calls.outbox import Outbox
 
 NUM_ROUNDS = 300
 FIRST_TOKEN_ID, FIRST_OUTPUT = 30_000, 1_000_000
-"""Token id and output number as in a scheduler that has run for a long time. Smaller numbers would be encoded in fewer
-bytes.
-"""
+"""Numbers of a scheduler that has run for a long time. Smaller ones take fewer bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A number of streams on one worker, which sleeps for 20 ms in each step instead of computing."""
+    """Streams on one worker that sleeps for 20 ms in each step."""
 
     streams: int
     front_ends: int = 1
@@ -27,35 +25,27 @@ class Case:
 
 
 CASES = (Case(1), Case(8), Case(256), Case(256, 2, 1), Case(256, 2, 32))
-"""The last two cases represent gateways to two front ends: a gateway with 1 connection, and a gateway with 32
-connections.
-"""
+"""The last two are gateways to two front ends, with 1 and with 32 connections."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The figures measured with one number of streams, front ends and connections."""
-
     streams: int
     front_ends: int
     connections: int
     messages_per_second: float
-    """GenerateResponse messages per second of all streams together. With steps of 20 ms, each stream should receive 50
-    tokens per second.
-    """
+    """Messages of all streams together. With steps of 20 ms, each stream should receive 50 tokens per second."""
     engine_us: float
     front_ends_us: float
-    """CPU time per token in microseconds, summed over all front ends."""
+    """CPU microseconds per token, of all front ends."""
     front_ends_cores: float
     busiest_percent: float
-    """The busiest front end's percentage of the CPU time of all front ends."""
+    """The busiest front end's share of the CPU time of all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """Size and CPU times of the message with which the engine sends the tokens of one step of 256 sequences to a front
-    end.
-    """
+    """The engine's message to a front end with the tokens of one step of 256 sequences."""
 
     num_bytes: int
     encode_us: float
@@ -85,9 +75,7 @@ def _measure(case: Case, model: Path, tell: Callable[[str], None]) -> Cost:
 
 
 def wire() -> Wire:
-    """Measure the time to encode and to decode the engine's message for one step. Each figure is the fastest of many
-    rounds.
-    """
+    """Encode and decode the message of one step. Each time is the fastest of many rounds."""
     outbox = Outbox()
     encode_us, decode_us, data = [], [], b""
     for _ in range(NUM_ROUNDS):

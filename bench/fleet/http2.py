@@ -1,10 +1,8 @@
-"""A minimal HTTP/2 client, which implements only the frames that a gRPC call requires.
+"""A minimal HTTP/2 client (RFC 9113, RFC 7541), with only the frames that a gRPC call requires.
 
-gRPC's own Python client uses about as much CPU time as the server to which it sends requests. This client serialises
-the frames of its calls once, and opens every flow-control window to the maximum. The client divides the received bytes
-into frames and messages by their lengths, without parsing the messages. Dividing the received bytes takes a few
-microseconds per message. Frames and their flags follow RFC 9113. Headers are encoded as literals, as in RFC 7541. Each
-message has gRPC's prefix of five bytes.
+gRPC's own Python client uses about as much CPU time as the server. This client serialises the frames of its calls once,
+opens every flow-control window to the maximum, and only splits the received bytes into frames and messages, at a few
+microseconds per message.
 """
 
 import asyncio
@@ -18,15 +16,13 @@ END_HEADERS = 0x4
 INITIAL_WINDOW_SIZE = 0x4  # the number of this parameter in SETTINGS frames
 WIDEST = (1 << 31) - 1
 PREFIX = 5
-"""Size in bytes of the prefix of each gRPC message: the compression flag and the message's length."""
+"""Bytes before each gRPC message: the compression flag and the length."""
 REFILL = 1 << 29
-"""Number of received bytes after which the client enlarges the connection's flow-control window again."""
+"""Received bytes after which the connection's flow-control window is enlarged again."""
 
 
 class ProtocolError(Exception):
-    """The server ended a stream or the connection with an error. The exception's message contains the server's
-    error.
-    """
+    """The server ended a stream or the connection with an error, which is the message."""
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -48,11 +44,10 @@ def call_headers(path: str) -> bytes:
 
 
 class Connection(asyncio.Protocol):
-    """An HTTP/2 connection with server-streaming calls to one gRPC method. Any number of calls may run at once.
+    """An HTTP/2 connection with any number of server-streaming calls of one gRPC method.
 
-    `ended` is called when a call ends, with the undecoded bytes of the call's last message and trailers. `failed` is
-    called when the connection is lost. `window` is the number of bytes that the server may send on a call before the
-    client enlarges the flow-control window. If `window` is 0, the server cannot send any answer.
+    `ended` is called when a call ends, with the undecoded bytes of its last message and trailers; `failed` when the
+    connection is lost. `window` is the number of bytes that the server may send on a call: 0 allows no answer.
     """
 
     def __init__(
@@ -83,7 +78,6 @@ class Connection(asyncio.Protocol):
         self._failed(error or ProtocolError("the server closed a connection"))
 
     def begin(self, message: bytes) -> None:
-        """Start a call with the given request message."""
         stream, self._next_stream = self._next_stream, self._next_stream + 2
         body = b"\0" + struct.pack(">I", len(message)) + message
         self._transport.write(
@@ -91,7 +85,7 @@ class Connection(asyncio.Protocol):
         )
 
     def widen(self, num_bytes: int) -> None:
-        """Allow the server to send another `num_bytes` bytes on every call."""
+        """Allow the server another `num_bytes` bytes on every call."""
         payload = struct.pack(">I", num_bytes)
         self._transport.write(
             b"".join(frame(WINDOW_UPDATE, 0, stream, payload) for stream in range(1, self._next_stream, 2))

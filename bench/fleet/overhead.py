@@ -1,12 +1,9 @@
-"""Measures the overhead of a fleet: one scheduler with several workers is compared with one scheduler for each worker.
+"""Measures the overhead of a fleet: one scheduler for all workers, compared with one scheduler for each.
 
-Both systems compute the same streams with equal workers on the same cores. The difference between the two systems is
-the work that only a fleet's scheduler has: a shared queue, placement, and several sessions in one event loop. The
-workers serve the default model with one thread each.
-
-Both systems stay started and are measured alternately, so that a drift of the machine's speed affects both systems.
-Each pair of runs gives a ratio of two output rates. The schedulers' CPU time per token is also reported, because it
-shows the overhead even if the output rates vary more than the overhead.
+Both systems compute the same streams with equal workers (the default model, one thread) on the same cores. The
+difference is the work of a fleet's scheduler: a shared queue, placement, and several sessions in one event loop. They
+run alternately, so that drift of the machine affects both. The schedulers' CPU time per token shows the overhead even
+if the output rates vary more.
 """
 
 import asyncio
@@ -31,25 +28,21 @@ NUM_ROUNDS = 12
 
 
 class Targets:
-    """One of the two compared systems: one or several schedulers. Streams are distributed over the schedulers in
-    turn.
-    """
+    """One of the two systems. Streams are distributed over its schedulers in turn."""
 
     def __init__(self, name: str, fleets: Sequence[Fleet]) -> None:
         self.name = name
         self.start_seconds = 0.0
         self.runs: list[Run] = []
         self.scheduler_seconds = 0.0
-        """CPU time in seconds of all schedulers during the runs."""
+        """CPU seconds of all schedulers during the runs."""
         self._fleets = fleets
 
     def pids(self) -> list[int]:
         return [pid for fleet in self._fleets for pid in fleet.pids()]
 
     async def run(self, load: Load, prompts: Sequence[Sequence[int]]) -> float:
-        """Run a load, and add the CPU time of the schedulers to `scheduler_seconds`. Returns output tokens per
-        second.
-        """
+        """Output tokens per second of a load. The schedulers' CPU time is added to `scheduler_seconds`."""
         pids = [fleet.scheduler_pid for fleet in self._fleets]
         before = cpu_seconds(pids)
         self.runs.append(await drive(self, load, prompts))
@@ -78,16 +71,14 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """Output rates of the two compared systems: a scheduler for each worker, and one scheduler for all workers."""
+    """Output tokens per second, with a scheduler for each worker (apart) and one for all (together)."""
 
     num_workers: int
     apart: float
-    """Output tokens per second with a scheduler for each worker."""
     together: float
     overhead_percent: float
-    """Median overhead of one scheduler for all workers in percent, over pairs of runs."""
+    """Median over pairs of runs, with its 95% confidence interval."""
     at_least_percent: float
-    """Lower end of the 95% confidence interval of the median overhead, in percent."""
     at_most_percent: float
     scheduler_us_per_token_apart: float
     scheduler_us_per_token_together: float

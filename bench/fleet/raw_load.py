@@ -1,9 +1,7 @@
-"""A load generator that keeps streams running on one scheduler and uses little CPU time: python -m
-bench.fleet.raw_load.
+"""A load generator of little CPU time, which keeps streams running on one scheduler: python -m bench.fleet.raw_load.
 
-The streams are distributed over several connections. When a stream ends, another stream begins. The counters that
-child.py reports are totals over all streams since the start. The counts of a period are the difference of two reports.
-The process ends if a stream fails.
+The streams are distributed over several connections. The counters that child.py reports are totals since the start. The
+process ends if a stream fails.
 """
 
 import argparse
@@ -19,26 +17,24 @@ PATH = "/pagewire.v1.InferenceService/Generate"
 STREAMS_A_CONNECTION = 64
 PROMPT_TOKENS = 64
 OUTPUT_TOKENS = (128, 384)
-"""Shortest and longest output in tokens. The lengths of outputs are random, so that streams do not end at the same
-time.
-"""
+"""Bounds of the random lengths, which keep streams from ending at the same time."""
 
 
 class RawLoad:
-    """Keeps `num_streams` streams running at once, until the process is stopped."""
+    """Keeps `num_streams` streams running."""
 
     def __init__(self, num_streams: int, num_connections: int | None = None) -> None:
         self.num_streams = num_streams
         self.num_connections = num_connections or -(-num_streams // STREAMS_A_CONNECTION)
         self.num_completed = 0
         self.num_tokens = 0
-        """Total number of tokens of the streams that have completed."""
+        """Tokens of completed streams."""
         self.connections: list[Connection] = []
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._draw = random.Random(0)
 
     async def run(self, target: str) -> None:
-        """Run the streams for ever. Raises ProtocolError, ValueError or OSError if a stream or a connection fails."""
+        """Run for ever. Raises ProtocolError, ValueError or OSError if a stream or a connection fails."""
         host, _, port = target.rpartition(":")
         loop = asyncio.get_running_loop()
         for _ in range(self.num_connections):

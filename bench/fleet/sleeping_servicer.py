@@ -1,10 +1,7 @@
-"""A simulated worker, which sleeps instead of computing, serves WorkerService over real gRPC, and reports its idle
-time.
+"""A worker that sleeps instead of computing, serves WorkerService over real gRPC, and reports its idle time.
 
-The worker is idle from the end of a step until the next step arrives. If the next step has arrived before the end of a
-step, the worker is not idle. A step counts as ended when its planned time is over. If this process's timer is late, its
-delay therefore does not count as idle time. A late timer still delays the step's answer, which can only worsen the
-scheduler's figures.
+The worker is idle from the planned end of a step until the next step arrives. A late timer of this process therefore
+does not count as idle, but delays the answer, which can only worsen the scheduler's figures.
 """
 
 import asyncio
@@ -25,20 +22,20 @@ MAX_NUM_SEQS = 256
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 2048
 FIRST_WORD, LAST_WORD = 1_000, 40_000
-"""Range of token ids that are ordinary tokens, not special tokens, of the default model."""
+"""Ids of ordinary tokens of the default model."""
 
 
 @dataclass(slots=True)
 class Counters:
-    """The worker's counters, as totals since the worker's start."""
+    """Totals since the start."""
 
     num_steps: int = 0
     num_sequences: int = 0
-    """Number of sequences in a step, summed over all steps."""
+    """Sequences of a step, summed over all steps."""
 
 
 class SleepingWorkerService(WorkerServiceServicer):
-    """The service of a simulated worker, which has no model. Every sampled token is random."""
+    """A worker without a model, whose sampled tokens are random."""
 
     def __init__(self, directory: Path, step_seconds: float) -> None:
         self.counters = Counters()

@@ -1,8 +1,6 @@
-"""A process with several simulated workers that sleep instead of computing: python -m bench.fleet.sleeping_workers.
+"""A process of `--count` workers that sleep `--step-ms` in each step: python -m bench.fleet.sleeping_workers.
 
-The process serves WorkerService for `--count` workers, each on its own port. Every step takes `--step-ms` milliseconds,
-whatever its size. The process reports the counters of each worker, by the worker's address, as child.py describes. The
-counts of a period are the difference of two reports.
+Each has its own port. The counters that child.py reports are by address.
 """
 
 import argparse
@@ -19,7 +17,7 @@ from pagewire_common.serving.server import OPTIONS
 
 
 async def serve(count: int, directory: Path, step_seconds: float) -> None:
-    """Serve all simulated workers until stdin ends."""
+    """Serve all workers until stdin ends."""
     services: dict[str, SleepingWorkerService] = {}
     servers = []
     for _ in range(count):

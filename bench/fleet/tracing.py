@@ -1,9 +1,7 @@
-"""Measures the cost of tracing: the scheduler's CPU time per token if every request is traced with spans, and without
-spans.
+"""Measures the scheduler's CPU time per token with and without spans of every request.
 
-One simulated worker, which sleeps for 20 ms in each step, serves 256 streams of 128 to 384 tokens. The spans are sent
-to a collector that discards them. Each round measures the CPU time first without spans, then with spans, and then again
-without spans. The difference between the two measurements without spans is the error of the measurement.
+One worker that sleeps for 20 ms in each step serves 256 streams of 128 to 384 tokens. A collector discards the spans.
+Each round measures without, with, and without spans; both measurements without spans give the error.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,9 +21,7 @@ NUM_ROUNDS = 5
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """CPU time of engine and front end per token, in microseconds. Each figure is the lowest of all rounds, because
-    other programs on the machine can only add time.
-    """
+    """CPU microseconds of engine and front end per token, the lowest of all rounds: other programs only add time."""
 
     without_us: float
     with_us: float
@@ -34,7 +30,7 @@ class Cost:
 
 
 class _Nowhere(grpc.GenericRpcHandler):
-    """A collector of spans that answers every call with an empty message and keeps nothing."""
+    """A collector that answers every call with an empty message."""
 
     def service(self, _: Any) -> Any:
         return grpc.unary_unary_rpc_method_handler(lambda request, context: b"")  # noqa: ARG005

@@ -1,6 +1,4 @@
-"""Lists a machine's version of Python and its installed packages. This file runs on the GPU machine and uses only the
-standard library.
-"""
+"""Lists a machine's Python version and packages, on the GPU machine and with only the standard library."""
 
 import json
 import platform
@@ -14,16 +12,16 @@ from typing import Self
 
 @dataclass(frozen=True)
 class Inventory:
-    """The properties of a machine that decide which wheels the machine can install."""
+    """The properties that decide which wheels a machine can install."""
 
     python: str
-    """Major and minor version of Python, for example 3.12."""
+    """Major and minor version, such as 3.12."""
     machine: str
-    """Processor architecture, for example x86_64."""
+    """Processor architecture, such as x86_64."""
     glibc: str
-    """Major and minor version of glibc, for example 2.35."""
+    """Major and minor version, such as 2.35."""
     packages: Mapping[str, str | None]
-    """Version of each installed package by its normalised name. The version is None if it is unknown."""
+    """Version of each package by normalised name; None if unknown."""
 
     @classmethod
     def of_this_machine(cls) -> Self:
@@ -34,14 +32,14 @@ class Inventory:
             packages={
                 normalised(name): found.version
                 for found in distributions()
-                # a package that was only partly removed has no name in its metadata
+                # a partly removed package has no name in its metadata
                 if (name := found.metadata["Name"])
             },
         )
 
     @classmethod
     def read(cls, file: Path) -> Self:
-        """Read an inventory from a file. Raises ValueError if the file is not an inventory."""
+        """Raises ValueError if the file is not an inventory."""
         try:
             found = cls(**json.loads(file.read_text()))
             major, minor = found.python.split(".")
@@ -55,5 +53,5 @@ class Inventory:
 
 
 def normalised(name: str) -> str:
-    """The normalised form of a package's name, by which package indexes compare names."""
+    """The form by which package indexes compare names."""
     return name.lower().replace("_", "-").replace(".", "-")

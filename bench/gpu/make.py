@@ -1,6 +1,4 @@
-"""Downloads the packages that a GPU machine lacks, and writes them as archives in pieces. Unpacked, the archives are
-the two folders that pack.py describes.
-"""
+"""Downloads the packages that a GPU machine lacks, and writes the archives of pack.py's two folders in pieces."""
 
 import subprocess
 import sys
@@ -24,12 +22,9 @@ LEFT_OUT = (
 
 
 def plan(machine: Inventory, vllm: str, folder: Path) -> dict[str, Plan]:
-    """The plan for each of the two folders: which packages to fetch for a machine. Raises PackError if a requirement
-    cannot be met.
-    """
+    """The plan of each folder for a machine. Raises PackError if a requirement cannot be met."""
     pins = read_pins(ROOT / "constraints.txt")
-    # The Python code generated from protos/ requires grpcio and protobuf in at least the versions of the code
-    # generator.
+    # The code generated from protos/ requires at least its generator's versions.
     runtime = [Requirement(f"{name}>={next(iter(pins[name])).version}") for name in ("grpcio", "protobuf")]
     ours = [*project_requirements(ROOT / "pyproject.toml", EXTRAS), *runtime, Requirement("aiohttp")]
 
@@ -43,9 +38,7 @@ def plan(machine: Inventory, vllm: str, folder: Path) -> dict[str, Plan]:
 
 
 def write(plans: Mapping[str, Plan], folder: Path, piece_bytes: int, *, whole: bool) -> list[Part]:
-    """Write the pieces and the manifest into the folder, and replace older pieces. With `whole`, the archives include
-    files that a Hopper GPU does not use.
-    """
+    """Write the pieces and the manifest, replacing older pieces. `whole` includes files that Hopper does not use."""
     for older in folder.glob("*.zip*"):
         older.unlink()
     generated = {str(file.relative_to(ROOT / "protos")): file for file in ROOT.glob("protos/pagewire/v1/*_pb2*.py")}
@@ -62,10 +55,9 @@ def write(plans: Mapping[str, Plan], folder: Path, piece_bytes: int, *, whole: b
 
 
 def download(requirement: str, machine: Inventory, folder: Path) -> Path:
-    """Download the newest wheel that meets a requirement and runs on the machine. If the folder already has such a
-    wheel, nothing is downloaded.
+    """The newest wheel that meets a requirement and runs on the machine, in the folder already or downloaded.
 
-    Raises PackError if no wheel meets the requirement.
+    Raises PackError if there is none.
     """
     wanted = Requirement(requirement)
     if wheel := newest(folder, wanted):
@@ -86,9 +78,6 @@ def download(requirement: str, machine: Inventory, folder: Path) -> Path:
 
 
 def newest(folder: Path, wanted: Requirement) -> Path | None:
-    """The folder's newest wheel that meets the requirement. Returns None if no wheel in the folder meets the
-    requirement.
-    """
     versions = {
         version: wheel
         for wheel in folder.glob("*.whl")

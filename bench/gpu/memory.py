@@ -1,6 +1,4 @@
-"""Measures the memory bandwidth of a device by copying a tensor. A separate process runs the copy, so that no device
-memory stays allocated.
-"""
+"""Measures a device's memory bandwidth by copying a tensor, in a separate process that leaves no memory allocated."""
 
 import multiprocessing
 import statistics
@@ -15,9 +13,7 @@ NUM_COPIES = 10
 
 
 def measure_copy(device: str) -> tuple[str, float]:
-    """The device's name, and the bytes per second that a copy reads and writes together. Raises ValueError for an
-    unknown device.
-    """
+    """The device's name, and the bytes per second read and written. Raises ValueError for an unknown device."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_measure, device).result()
 

@@ -1,15 +1,13 @@
-"""Packs vLLM and pagewire's requirements for a machine with a GPU but without a network: python -m bench.gpu.pack
-COMMAND.
+"""Packs vLLM and pagewire's requirements for a GPU machine without a network: python -m bench.gpu.pack COMMAND.
 
     inventory                        on the GPU machine: print the installed packages as JSON; needs only Python
     plan FOLDER --inventory FILE     with a network: list which packages to fetch, to keep and to leave out
     make FOLDER --inventory FILE     with a network: like plan, then write pieces and manifest.json into FOLDER
     join FOLDER --into PLACE         on the GPU machine, after each copied piece: keep it, unpack complete archives
 
-The archives are unpacked to two folders in PLACE: vllm/ and pagewire/. The folders are separate because vLLM and
-pagewire require different versions of the same packages. vllm/ is on the PYTHONPATH of vLLM's processes only, and
-pagewire/ is on the PYTHONPATH of pagewire's processes only. pagewire/ also contains the code that is generated from
-protos/. The project's sources are copied to the machine separately. The default inventory is bench/gpu/machine.json.
+The archives are unpacked to PLACE/vllm and PLACE/pagewire, each on the PYTHONPATH of its own processes only, because
+both require different versions of the same packages. pagewire/ also contains the code generated from protos/. The
+project's sources are copied separately. The default inventory is bench/gpu/machine.json.
 """
 
 import argparse
@@ -23,7 +21,7 @@ ASSUMED = Path(__file__).with_name("machine.json")
 VLLM = "0.25.1"
 """The newest version of vLLM whose wheel requires torch 2.11.0 with CUDA 13 and accepts transformers 5.17."""
 PIECE_MIB = 56
-"""Maximum size of a piece in MiB. A piece and this project's sources (5 MiB) together fit into 64 MiB."""
+"""A piece and this project's sources (5 MiB) together fit into 64 MiB."""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -35,9 +33,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     for name in ("plan", "make"):
         command = commands.add_parser(name)
         command.add_argument("folder", type=Path)
-        command.add_argument("--inventory", type=Path, default=ASSUMED, help="what `inventory` printed there")
-        command.add_argument("--vllm", default=VLLM, help=f"its version (default {VLLM})")
-    command.add_argument("--piece-mib", type=_at_least_one, default=PIECE_MIB, help=f"(default {PIECE_MIB})")
+        command.add_argument("--inventory", type=Path, default=ASSUMED, help="the output of `inventory`")
+        command.add_argument("--vllm", default=VLLM, help=f"vLLM's version (default {VLLM})")
+    command.add_argument("--piece-mib", type=_at_least_one, default=PIECE_MIB, help=f"MiB (default {PIECE_MIB})")
     command.add_argument("--whole", action="store_true", help="leave nothing out of vLLM, for GPUs other than Hopper's")
     command = commands.add_parser("join")
     command.add_argument("folder", type=Path)
@@ -53,10 +51,8 @@ def _at_least_one(text: str) -> int:
 
 
 def make(arguments: argparse.Namespace) -> None:
-    """Runs the commands `plan` and `make`: plan which packages to fetch and, for `make`, write them in pieces. Raises
-    PackError if the packages cannot work together.
-    """
-    # imported late, because bench.gpu.make requires the package `packaging`, which the GPU machine may lack
+    """Plan which packages to fetch and, for `make`, write them. Raises PackError if they cannot work together."""
+    # `packaging` may be missing on the GPU machine
     from bench.gpu.make import plan, write
 
     arguments.folder.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,8 @@
-"""Cuts archives of packages into pieces, and joins the pieces. The pieces are written on a machine with a network, and
-joined on a machine without a network.
+"""Cuts archives of packages into pieces on a machine with a network, and joins them on one without.
 
-A part is a folder of packages, such as vllm/. Each part is written as a zip archive, and the archive is cut into
-pieces. manifest.json names all parts, archives and pieces with their sizes and digests. The pieces may arrive in any
-order. `join` may be called after each arrived piece. Each call of `join` keeps the pieces that have arrived, and
-unpacks every part of which all pieces have arrived. This file uses only the standard library, because `join` runs on
-the machine without a network.
+Each part, such as vllm/, is a zip archive that is cut into pieces. manifest.json names all with their sizes and
+digests. Pieces may arrive in any order: each call of `join` keeps those that have arrived, and unpacks complete parts.
+Only the standard library is used.
 """
 
 import hashlib
@@ -22,17 +19,17 @@ MANIFEST = "manifest.json"
 _CHUNK = 2**20
 _KEPT = ".pieces"
 _NAME = re.compile(r"\w[\w.-]*")
-"""Valid names of parts and pieces. A valid name contains no folder and does not begin with a dot."""
+"""Names of parts and pieces: no folder, no leading dot."""
 _IN_DATA_FOLDER = re.compile(r"[^/]+\.data/(?:purelib|platlib)/(.+)")
 
 
 class PieceError(Exception):
-    """A piece or an archive differs from its size or digest in the manifest, or there is no manifest."""
+    """A piece or an archive differs from the manifest, or there is no manifest."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One piece of an archive: a file that is copied to the GPU machine."""
+    """A file that is copied to the GPU machine."""
 
     name: str
     size: int
@@ -44,9 +41,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Part:
-    """A folder of packages whose archive is cut into pieces. `size` and `sha256` are the size and the digest of the
-    whole archive.
-    """
+    """A folder of packages. `size` and `sha256` are the whole archive's."""
 
     name: str
     size: int
@@ -59,9 +54,7 @@ class Part:
 
 
 def _check_name(name: str) -> None:
-    """Raise ValueError for a name that could lead out of its folder. `join` writes and removes files with the names in
-    the manifest, so a name that contains a path would be dangerous.
-    """
+    """Raise ValueError for a name that leads out of its folder, because `join` writes and removes files by name."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no name of a file")
 
@@ -69,11 +62,9 @@ def _check_name(name: str) -> None:
 def write_archive(
     archive: Path, wheels: Iterable[Path], files: Mapping[str, Path], left_out: Sequence[str] = ()
 ) -> None:
-    """Write a zip archive of a folder for PYTHONPATH. The archive contains the wheels' files and the additional
-    `files`, which are given by their names in the archive.
+    """Write the wheels' files and the additional `files`, by name in the archive, as a zip archive for PYTHONPATH.
 
-    Files named in `left_out`, and the wheels' command-line programs, are omitted. Two archives with equal contents have
-    equal bytes.
+    `left_out` and the wheels' programs are omitted. Equal contents give equal bytes.
     """
     written = set(files)
     with zipfile.ZipFile(archive, "w") as target:
@@ -92,9 +83,7 @@ def write_archive(
 
 
 def _place_of(name: str) -> str | None:
-    """The path, in the folder for PYTHONPATH, of a file in a wheel. Returns None for a file that is installed
-    elsewhere, such as a program.
-    """
+    """A wheel's file in the folder for PYTHONPATH, or None for one installed elsewhere, such as a program."""
     if ".data/" not in name.partition("/")[0] + "/":
         return name
     found = _IN_DATA_FOLDER.fullmatch(name)
@@ -109,9 +98,7 @@ def _copy_into(target: zipfile.ZipFile, name: str, source: IO[bytes]) -> None:
 
 
 def cut(archive: Path, folder: Path, piece_bytes: int, versions: Mapping[str, str]) -> Part:
-    """Write the archive's pieces into the folder, and remove the archive. The names of the pieces begin with the
-    archive's name.
-    """
+    """Write the archive's pieces, named after it, into the folder, and remove the archive."""
     pieces: list[Piece] = []
     with open(archive, "rb") as source:
         while content := source.read(piece_bytes):
@@ -128,7 +115,7 @@ def write_manifest(folder: Path, parts: Iterable[Part]) -> None:
 
 
 def read_manifest(folder: Path) -> list[Part]:
-    """Read the manifest. Raises PieceError if the folder has no manifest."""
+    """Raises PieceError if the folder has no manifest."""
     try:
         return [
             Part(**part | {"pieces": [Piece(**piece) for piece in part["pieces"]]})
@@ -139,11 +126,9 @@ def read_manifest(folder: Path) -> list[Part]:
 
 
 def join(folder: Path, into: Path) -> dict[str, list[str]]:
-    """Keep the pieces that have arrived, and unpack each part of which all pieces are kept. A part is unpacked to the
-    folder of the part's name.
+    """Keep the pieces that have arrived, and unpack each complete part to the folder of its name.
 
-    Returns, for each part, the names of the pieces that are still missing. The list of an unpacked part is empty.
-    Raises PieceError if a file's digest differs from the manifest.
+    Returns each part's missing pieces. Raises PieceError if a digest differs from the manifest.
     """
     kept = into / _KEPT
     kept.mkdir(parents=True, exist_ok=True)
@@ -164,7 +149,7 @@ def join(folder: Path, into: Path) -> dict[str, list[str]]:
 
 
 def _keep(piece: Piece, folder: Path, kept: Path) -> bool:
-    """Copy the piece to the folder `kept` if the piece has arrived. Returns whether `kept` contains the piece now."""
+    """Copy the piece to `kept` if it has arrived. Returns whether `kept` has it."""
     if (kept / piece.name).is_file() and _digest(kept / piece.name) == piece.sha256:
         return True
     if not (folder / piece.name).is_file():

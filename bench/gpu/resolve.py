@@ -1,8 +1,7 @@
-"""Decides which wheels must be fetched so that a machine meets some requirements. Installed packages whose versions fit
-are used; all other required packages are fetched.
+"""Decides which wheels to fetch so that a machine meets some requirements, using installed packages that fit.
 
-The requirements of the packages that are installed on the machine are assumed to be met. If a fetched package has a
-requirement that cannot be met, an older version of this package is tried.
+The requirements of installed packages are assumed to be met. If a requirement of a fetched package cannot be met, an
+older version is tried.
 """
 
 import tomllib
@@ -21,40 +20,33 @@ from packaging.utils import parse_wheel_filename
 from bench.gpu.inventory import Inventory, normalised
 
 FROM_THE_MACHINE = frozenset({"torch", "torchaudio", "torchvision", "triton"})
-"""Packages that depend on the machine's version of CUDA. Packages that depend on CUDA are gigabytes large and are never
-fetched, so the machine must have them.
-"""
+"""Packages of gigabytes that depend on the machine's version of CUDA, and are never fetched."""
 NOT_NEEDED = frozenset({
-    # Kernels that the benchmark does not use: kernels for GPUs other than Hopper, kernels for number formats other than
-    # bf16, and kernels for which vLLM has a substitute.
+    # kernels for other GPUs than Hopper, for other number formats than bf16, and with a substitute in vLLM
     "flashinfer-cubin", "flashinfer-python", "humming-kernels", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl",
     "quack-kernels", "tilelang", "tokenspeed-mla",
-    # Packages for videos, fast loading of weights, profiler marks, and n-gram drafts.
+    # videos, fast loading of weights, profiler marks, n-gram drafts
     "fastsafetensors", "numba", "nvtx", "pynvvideocodec", "torchcodec",
 })  # fmt: skip
-"""Requirements of vLLM that are left out. vLLM imports the listed packages only when it uses them, and does not use
-them to serve the benchmark's models.
-"""
+"""Requirements of vLLM that it imports only on use, which the benchmark's models do not need."""
 
 
 class PackError(ValueError):
-    """The packages cannot work together. The exception's message contains the reason."""
+    """The packages cannot work together, for the reason in the message."""
 
 
 Fetch = Callable[[str], Path]
-"""A function that downloads the newest wheel for a requirement such as "name<2" and returns the wheel's file. Raises
-PackError if there is no such wheel.
-"""
+"""Downloads the newest wheel for a requirement such as "name<2". Raises PackError if there is none."""
 
 
 @dataclass
 class Plan:
-    """The packages that are fetched, the packages that already fit, and the packages that are left out."""
+    """Packages to fetch, that already fit, and to leave out."""
 
     wheels: dict[str, Path] = field(default_factory=dict)
-    """Fetched wheels by the package's normalised name."""
+    """Fetched wheels by normalised name."""
     on_machine: dict[str, str | None] = field(default_factory=dict)
-    """Installed version of each required package that fits and is not fetched. The version is None if it is unknown."""
+    """Version of each required package that fits; None if unknown."""
     not_needed: set[str] = field(default_factory=set)
 
     @property
@@ -63,7 +55,7 @@ class Plan:
 
 
 class UnmetError(PackError):
-    """A requirement that cannot be met. The requirement comes from the fetched version of the package `parent`."""
+    """A requirement, of the fetched package `parent`, that cannot be met."""
 
     def __init__(self, message: str, parent: str | None) -> None:
         super().__init__(message)
@@ -76,10 +68,9 @@ def resolve(
     fetch: Fetch,
     pins: Mapping[str, SpecifierSet] | None = None,
 ) -> Plan:
-    """Follow the requirements of all fetched packages until all requirements are met.
+    """Follow the requirements of all fetched packages until all are met.
 
-    `pins` contains preferred versions of fetched packages. If a requirement excludes a package's preferred version, the
-    package's pin is ignored. Raises PackError if a requirement cannot be met.
+    `pins` are preferred versions, ignored where a requirement excludes them. Raises PackError if one cannot be met.
     """
     excluded: dict[str, SpecifierSet] = {}
     reasons: list[str] = []
@@ -135,7 +126,7 @@ def _follow(
 
 
 def project_requirements(pyproject: Path, extras: Iterable[str]) -> Iterator[Requirement]:
-    """The requirements in the pyproject.toml of a project for which no wheel exists, such as pagewire."""
+    """The requirements in the pyproject.toml of a project without a wheel."""
     project = tomllib.loads(pyproject.read_text())["project"]
     lines = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
     for requirement in map(Requirement, lines):
@@ -146,14 +137,14 @@ def project_requirements(pyproject: Path, extras: Iterable[str]) -> Iterator[Req
 
 
 def read_pins(constraints: Path) -> dict[str, SpecifierSet]:
-    """The pinned version of each package in a constraints file of pip."""
+    """Pinned versions in pip's constraints file."""
     lines = (line.partition("#")[0].strip() for line in constraints.read_text().splitlines())
     found = (Requirement(line) for line in lines if line)
     return {normalised(requirement.name): requirement.specifier for requirement in found}
 
 
 def platforms(machine: Inventory) -> list[str]:
-    """The platforms whose wheels run on the machine, as values of pip's option --platform."""
+    """Values of pip's option --platform."""
     major, minor = map(int, machine.glibc.split(".")[:2])
     names = [f"manylinux_{major}_{older}" for older in range(minor, 4, -1)]
     return [f"{name}_{machine.machine}" for name in (*names, "manylinux2014", "manylinux2010", "manylinux1", "linux")]
@@ -164,19 +155,17 @@ def version_of(wheel: Path) -> str:
 
 
 def _fits(version: str | None, asked: SpecifierSet) -> bool:
-    """Whether a version satisfies the requirement. An unknown version always does."""
+    """An unknown version always fits."""
     return version is None or asked.contains(version, prereleases=True)
 
 
 def _pinned(asked: SpecifierSet, pin: SpecifierSet | None) -> SpecifierSet:
-    """The pinned version if the requested range of versions contains it; otherwise the requested range."""
+    """The pinned version if the requirement allows it, otherwise the requirement."""
     return pin if pin and all(asked.contains(one.version, prereleases=True) for one in pin) else asked
 
 
 def _requirements_of(wheel: Path, extra: str, machine: Inventory) -> Sequence[Requirement]:
-    """The requirements of a wheel that apply on the machine. If `extra` is named, only the requirements of this extra
-    are returned.
-    """
+    """A wheel's requirements on the machine, or those of one extra."""
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = (name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/METADATA"))
         lines = HeaderParser().parsestr(archive.read(metadata).decode()).get_all("Requires-Dist") or []

@@ -1,7 +1,6 @@
-"""Writes the figures of each load on each system as a line of JSON, and prints tables of the figures.
+"""Writes each load's figures on each system as a line of JSON, and prints tables.
 
-A line is written as soon as its load has ended. If a run of the benchmark is cut off, the figures of the loads that
-have ended are kept.
+Each line is written when its load has ended, so that a run that is cut off keeps its figures.
 """
 
 import json
@@ -19,13 +18,9 @@ UNKNOWN = "not known"
 
 @dataclass(frozen=True)
 class Row:
-    """The figures of one load on one system."""
-
     device: str
     copy_bytes_per_second: float
-    """Bytes per second that a copy on the device reads and writes together, measured immediately before the system was
-    started.
-    """
+    """Bytes that a copy on the device reads and writes, measured just before the system was started."""
     model: str
     load: str
     concurrency: int
@@ -33,24 +28,18 @@ class Row:
     start_seconds: float
     output_tokens_per_second: float
     ttft_ms: float
-    """Median time to first token in milliseconds. All figures of a row are medians if their names do not say
-    otherwise.
-    """
+    """Median. All figures are medians if their names do not say otherwise."""
     ttft_p99_ms: float
     itl_p50_ms: float
     itl_p99_ms: float
     step_ms: float | None
-    """Milliseconds of a step that decodes all sequences of the load. The value is None if most of the load's steps are
-    not decode steps.
-    """
+    """Milliseconds of a step that decodes all sequences; None if most of the load's steps do not."""
     limit_ms: float | None
-    """Shortest possible time, in milliseconds, of a step that decodes all sequences of the load."""
+    """Shortest possible `step_ms`."""
     idle_percent: float | None
-    """Percentage of the load's time in which the device computed no step. The percentage is None if the idle time is
-    unknown.
-    """
+    """Time in which the device computed no step; None if unknown."""
     idle_us: float | None
-    """Microseconds per step in which the device computed no step."""
+    """The same per step."""
 
 
 def append_row(file: Path, row: Row) -> None:
@@ -59,9 +48,7 @@ def append_row(file: Path, row: Row) -> None:
 
 
 def read_rows(file: Path) -> list[Row]:
-    """Read rows from a file of JSON lines. Raises BenchError for an invalid line, but ignores an incomplete last
-    line.
-    """
+    """Rows of a file of JSON lines, without an incomplete last line. Raises BenchError for an invalid line."""
     lines = file.read_text().splitlines(keepends=True)
     rows = []
     for number, line in enumerate(lines, 1):
@@ -74,9 +61,7 @@ def read_rows(file: Path) -> list[Row]:
 
 
 def figures_table(rows: Iterable[Row]) -> Table:
-    """A table with a line for each load and system, pagewire first. The ratio is pagewire's output rate divided by the
-    output rate in the line.
-    """
+    """A line for each load and system, pagewire first. The ratio is pagewire's output rate divided by the line's."""
     table = new_table(
         "model", "load", "system", "output tok/s", "ratio", "TTFT, ms", "p99", "ITL, ms", "p99", "idle", "µs a step"
     )
@@ -93,9 +78,7 @@ def figures_table(rows: Iterable[Row]) -> Table:
 
 
 def limits_table(rows: Iterable[Row]) -> Table:
-    """A table that compares the time of a decode step, as a client measures it, with the time to copy all bytes that
-    the step reads.
-    """
+    """The time of a decode step at the client, compared with the time to copy all bytes that it reads."""
     table = new_table("model", "sequences", "system", "copy, GB/s", "limit, ms", "decode step, ms", "x limit")
     for model, _, of_load in _by_load(rows):
         for row in of_load:
@@ -108,7 +91,7 @@ def limits_table(rows: Iterable[Row]) -> Table:
 
 
 def _by_load(rows: Iterable[Row]) -> Iterator[tuple[str, str, Sequence[Row]]]:
-    """Yield, for each load of each model, the last row of each system, in the order of the loads' first rows."""
+    """For each load of each model, the last row of each system, in the order of first rows."""
     last: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         last.setdefault((row.model, row.load), {})[row.system] = row

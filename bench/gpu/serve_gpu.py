@@ -1,22 +1,17 @@
-"""Compares serving on a GPU with vLLM: both systems have the same models, loads and GPU, one after the other, in one
-run.
+"""Compares serving on a GPU with vLLM: the same models, loads and GPU, one after the other in one run.
 
-    python -m bench serve_gpu --peer DIR [--models llama-8b,…] [--loads 128x1,…] [--rounds 1] [--output FILE]
-    python -m bench serve_gpu --show FILE        prints the tables of one or several runs' output files
+python -m bench serve_gpu --peer DIR [--models llama-8b,…] [--loads 128x1,…] [--rounds 1] [--output FILE]
+python -m bench serve_gpu --show FILE        prints the tables of one or several runs' output files
 
-pagewire's scheduler and worker serve a client over gRPC on this machine. The same client program sends requests to
-vLLM's server over HTTP. Both systems have bf16 models with real shapes and random weights, 90 % of the GPU's memory,
-and prefix caching. A step has at most 256 sequences and 8,192 tokens. All other settings of both systems have their
-defaults. Only one system is up at a time, because the GPU's memory cannot hold the largest model twice together with
-keys and values. Before each start of a system, the GPU's copy bandwidth is measured, which shows whether the GPU has
-become slower.
+A client on this machine calls pagewire's services over gRPC and vLLM's server over HTTP. Both have bf16 models of real
+shapes with random weights, 90 % of the GPU's memory, prefix caching, and steps of at most 256 sequences and 8,192
+tokens; otherwise their defaults. Only one is up at a time, because two largest models do not fit. The GPU's copy
+bandwidth is measured before each start, and shows whether it has become slower.
 
-DIR is the folder into which `python -m bench.gpu.pack join` unpacked vLLM. DIR may also be a folder with venv/, a
-virtual environment that can run vLLM. Without DIR, only pagewire is measured. The client measures the time of a decode
-step: it is the median, over groups of 16 tokens of a request, of the mean time between two tokens. The limit of a
-decode step is the time to copy all bytes that the step reads. CUDA events in pagewire's worker measure when the GPU is
-idle. For vLLM the idle time is unknown. With --device cpu and vLLM's CPU build in DIR/venv, the program runs without a
-GPU. The last line of the output is JSON.
+DIR is where `python -m bench.gpu.pack join` unpacked vLLM, or a folder with a virtual environment venv/. Without DIR,
+only pagewire is measured. The time of a decode step is the median, over groups of 16 tokens of a request, of the mean
+time between two tokens; its limit is the time to copy all bytes that it reads. CUDA events in pagewire's worker measure
+when the GPU is idle. With --device cpu and vLLM's CPU build, no GPU is needed. The last line is JSON.
 """
 
 import argparse
@@ -48,7 +43,7 @@ from bench.systems.processes import end_on_signals
 from pagewire_client import ServerError
 
 CONTEXT = 8448
-"""Maximum number of tokens of a sequence: 8,192 prompt tokens and 256 output tokens."""
+"""Tokens of a sequence: 8,192 of the prompt and 256 of the output."""
 MODELS = ("llama-1b", "qwen3-4b", "llama-8b", "qwen3-30b-a3b")
 LOADS = (
     streams(128, 128, 1, num_requests=4),
@@ -62,9 +57,7 @@ LOADS = (
     streams(8192, 256, 32, num_requests=32),
     streams(8192, 256, 256, num_requests=256),
 )
-"""The measured loads. The shortest load is first, so that a time limit on the program cuts off only the longest
-loads.
-"""
+"""The shortest load is first, so that a time limit cuts off only the longest."""
 CPU_CACHE_GIB = 2
 STEP_TOKENS = 16
 MAX = ("--max-num-seqs", "256", "--max-num-batched-tokens", "8192")
@@ -76,18 +69,18 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="bench serve_gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--peer", type=Path, metavar="DIR", help="where vLLM is")
-    parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--loads", metavar="NAME,…", help=f"of {', '.join(load.name for load in LOADS)} (default: all)")
+    parser.add_argument("--peer", type=Path, metavar="DIR", help="the folder of vLLM")
+    parser.add_argument("--models", default=",".join(MODELS), help=f"names, of {', '.join(SHAPES)}")
+    parser.add_argument("--loads", metavar="NAME,…", help=f"names, of {', '.join(load.name for load in LOADS)}")
     parser.add_argument("--rounds", type=int, default=1, help="how often each load is run (default 1)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="append each load's figures to this file")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--show", type=Path, metavar="FILE", help="measure nothing, show this file")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="measure nothing, and print this file's tables")
     return parser.parse_args(arguments)
 
 
 def systems(model: Path, device: str, peer: Path | None) -> Iterator[Start]:
-    """For each system, yield a function that starts the system. pagewire is first."""
+    """A function that starts each system, pagewire first."""
     ours = [*MAX, "--device", device, "--load-format", "dummy"]
     cache_gib = CPU_CACHE_GIB if device == "cpu" else None
     yield lambda: Pagewire(model, cache_gib, *ours, context=CONTEXT, scheduler_flags=MAX)
@@ -98,24 +91,21 @@ def systems(model: Path, device: str, peer: Path | None) -> Iterator[Start]:
 
 
 def vllm_in(folder: Path) -> tuple[Sequence[str | Path], dict[str, str]]:
-    """The command that starts vLLM and its environment variables, from a virtual environment or from unpacked packages.
+    """vLLM's command and environment, from a virtual environment or unpacked packages.
 
-    Raises BenchError for a folder that contains neither a virtual environment nor unpacked packages.
+    Raises BenchError for a folder with neither.
     """
     if (folder / "venv").is_dir():
         return cpu_build(folder, CPU_CACHE_GIB)
     if (folder / "vllm" / "vllm").is_dir():
-        # The packed packages do not contain FlashInfer. On Hopper vLLM uses FlashInfer's sampler by default, although
-        # greedy requests do not need it.
+        # FlashInfer is not packed. By default vLLM uses its sampler on Hopper, although greedy requests do not need it.
         environment = {"PYTHONPATH": str((folder / "vllm").absolute()), "VLLM_USE_FLASHINFER_SAMPLER": "0"}
         return [sys.executable, "-m", "vllm.entrypoints.cli.main"], environment
     raise BenchError(f"{folder} has neither venv/ nor vllm/vllm/, which `python -m bench.gpu.pack join` unpacks there")
 
 
 def run(arguments: argparse.Namespace, rows: list[Row]) -> None:
-    """Measure all loads, and add the figures of each load to `rows` and to the output file. Raises BenchError if a
-    system fails.
-    """
+    """Measure all loads into `rows` and the output file. Raises BenchError if a system fails."""
     loads = choose(arguments.loads, LOADS)
     models = arguments.models.split(",")
     if unknown := [model for model in models if model not in SHAPES]:
@@ -135,7 +125,6 @@ def run(arguments: argparse.Namespace, rows: list[Row]) -> None:
 
 
 def row_of(model: str, load: Load, system: Pagewire | Vllm, found: Measurement, device: str, bandwidth: float) -> Row:
-    """The figures of one load on one system."""
     figures = found.figures[system.name]
     arrival = load.arrivals[0]
     runs = found.runs[system.name]

@@ -1,7 +1,6 @@
-"""Writes model folders for measurements with random weights. A folder has the config.json of a real model's shape and a
-tokenizer, but no weights.
+"""Writes model folders of real models' shapes for random weights: config.json and a tokenizer, without weights.
 
-A model's shape determines how many bytes a decode step has to read, and therefore the step's shortest possible time.
+The shape determines how many bytes a decode step reads, and thus its shortest possible time.
 """
 
 import json
@@ -50,7 +49,7 @@ LLAMA_3_8B = _LLAMA | {
 
 
 def _longer(factor: float) -> dict[str, Any]:
-    """The RoPE settings with which later models of the Llama 3 family support longer contexts."""
+    """The RoPE settings of later models of the Llama 3 family."""
     return {
         "max_position_embeddings": 131072,
         "rope_parameters": {
@@ -110,11 +109,11 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }  # fmt: skip
-"""Shapes of Llama 3.2 1B, Qwen3 4B, Llama 3.1 8B, Qwen3 30B A3B, and of a tiny model for trying the benchmark."""
+"""Llama 3.2 1B, Qwen3 4B, Llama 3.1 8B, Qwen3 30B A3B, and a tiny model for trying the benchmark."""
 
 
 def write_model(shape: Mapping[str, Any], folder: Path) -> None:
-    """Write config.json and a tokenizer. The tokenizer has a text for every token id of the model."""
+    """Write config.json and a tokenizer with a text for every token id."""
     folder.mkdir()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = (f"Ġw{number}" for number in range(shape["vocab_size"] - len(alphabet) - 1))
@@ -129,11 +128,10 @@ def write_model(shape: Mapping[str, Any], folder: Path) -> None:
 
 
 def step_bytes(shape: Mapping[str, Any], batch: int, context: float) -> float:
-    """Minimum number of bytes that a decode step reads, for `batch` sequences with `context` tokens each.
+    """Minimum bytes that a decode step of `batch` sequences with `context` tokens each reads: weights, keys and values.
 
-    All weights are read once, in bf16. The matrix of token embeddings counts only if the logits are computed with the
-    same matrix. In a mixture of experts, the average number of experts that the step's tokens choose counts. All keys
-    and values are read once.
+    bf16. Token embeddings count only if tied to the logits, and of experts the mean number that the step's tokens
+    choose.
     """
     config = read_config(shape)
     assert isinstance(config, DecoderConfig)

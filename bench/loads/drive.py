@@ -1,6 +1,4 @@
-"""Sends the requests of a load to a system, and records when the output tokens arrive. The same code drives pagewire
-and its peers.
-"""
+"""Sends a load to a system, pagewire or a peer, and records when the output tokens arrive."""
 
 import asyncio
 import time
@@ -13,31 +11,27 @@ from bench.loads.load import Load
 from scheduler_service.simulation.trace import Arrival
 
 Stream = Callable[[Sequence[int], int], AsyncIterator[int]]
-"""A function that requests a number of tokens after a prompt, with greedy sampling and beyond end-of-sequence tokens.
-Yields the number of tokens in each received message.
-"""
+"""Requests tokens after a prompt, greedy and beyond end-of-sequence tokens. Yields each message's number of tokens."""
 
 
 class BenchError(Exception):
-    """The measurement is impossible or invalid. The exception's message contains the reason."""
+    """The measurement is impossible or invalid, for the reason in the message."""
 
 
 class System(Protocol):
-    """A running server to which loads can be sent: pagewire or a peer."""
+    """A running server: pagewire or a peer."""
 
     name: str
     start_seconds: float
 
     def pids(self) -> Sequence[int]:
-        """Ids of the processes that the benchmark started. The ids of these processes' children are not included."""
+        """The processes that the benchmark started, without their children."""
 
     def connect(self) -> AbstractAsyncContextManager[Stream]: ...
 
 
 async def drive(system: System, load: Load, prompts: Sequence[Sequence[int]]) -> Run:
-    """Send a load to the system once. Raises BenchError if the system answers with more or fewer tokens than
-    requested.
-    """
+    """Send a load once. Raises BenchError if the system answers with more or fewer tokens than requested."""
     slots = asyncio.Semaphore(load.concurrency)
     async with system.connect() as stream:
         start = time.perf_counter()

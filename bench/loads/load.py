@@ -1,8 +1,7 @@
-"""The loads of the benchmarks: how many requests are sent when, and the lengths and random tokens of their prompts. All
-compared systems receive equal requests.
+"""The benchmarks' loads: when requests are sent, and the lengths and random tokens of their prompts, equal for all
+systems.
 
-Prompts are random tokens, generated from a seed. If two runs have different seeds, neither run finds the prompts of the
-other run in a prefix cache.
+With different seeds, no run finds another's prompts in a prefix cache.
 """
 
 import random
@@ -12,30 +11,25 @@ from dataclasses import dataclass, replace
 from scheduler_service.simulation.trace import Arrival
 
 CONTEXT = 2048
-"""Maximum context length in tokens with which the systems are started. Longer requests of a trace are cut to this
-length.
-"""
+"""Tokens of a sequence with which systems are started. Longer requests of a trace are cut."""
 CACHE_GIB = 2
-"""Memory in GiB that each system uses for keys and values."""
+"""GiB of keys and values of each system."""
 WARM_UP_PROMPT_TOKENS = 8192
 WARM_UP_OUTPUT_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A load: requests with arrival times. At most `concurrency` requests are in flight; any other request is sent only
-    when an earlier request has ended.
-    """
+    """Requests with arrival times. At `concurrency` in flight, the next is sent when one has ended."""
 
     name: str
-    """The load's name on the command line."""
     title: str
     arrivals: Sequence[Arrival]
     concurrency: int
     shared_tokens: int = 0
-    """Number of leading tokens that all prompts share, except the prompts of the first `num_others` requests."""
+    """Leading tokens of all prompts but the first `num_others`."""
     num_others: int = 0
-    """Number of requests at the beginning of the load whose prompts share no tokens."""
+    """Requests at the beginning whose prompts share no tokens."""
 
     def prompts(self, vocabulary_size: int, seed: object) -> list[list[int]]:
         draw = random.Random(f"{self.name} {seed}")
@@ -47,9 +41,7 @@ class Load:
         ]
 
     def warm_up(self) -> "Load":
-        """A short load to warm up a system: the first requests of this load, all sent at once, with a few output tokens
-        each.
-        """
+        """The first requests of this load, all at once, with a few output tokens each."""
         arrivals: list[Arrival] = []
         for arrival in self.arrivals[: self.concurrency]:
             if sum(earlier.prompt_tokens for earlier in arrivals) >= WARM_UP_PROMPT_TOKENS:
@@ -60,27 +52,21 @@ class Load:
 
 
 def streams(prompt_tokens: int, output_tokens: int, concurrency: int, num_requests: int) -> Load:
-    """A load of `concurrency` simultaneous streams. When a stream ends, the next request is sent, until all requests
-    have ended.
-    """
+    """Simultaneous streams, each replaced when it ends."""
     arrival = Arrival(0.0, prompt_tokens, output_tokens)
     title = f"{prompt_tokens}/{output_tokens} x {concurrency}"
     return Load(f"{prompt_tokens}x{concurrency}", title, [arrival] * num_requests, concurrency)
 
 
 def shared_prefix(shared_tokens: int, own_tokens: int, output_tokens: int, num_requests: int) -> Load:
-    """A load of requests that are all sent at once. The prompts share a prefix that is not in the server's prefix
-    cache, so a server computes this prefix once or for each request.
-    """
+    """Requests sent at once, whose prompts share a prefix that no cache has: a server computes it once or for each."""
     arrival = Arrival(0.0, shared_tokens + own_tokens, output_tokens)
     title = f"{shared_tokens}+{own_tokens}/{output_tokens} x {num_requests}"
     return Load("prefix", title, [arrival] * num_requests, num_requests, shared_tokens)
 
 
 def busy_prefix(shared_tokens: int, own_tokens: int, output_tokens: int, num_requests: int) -> Load:
-    """The requests of `shared_prefix`, sent half a second after four other streams have begun, so that the requests
-    with the shared prefix start to run together.
-    """
+    """`shared_prefix` half a second after four other streams, so that its requests start to run together."""
     others = [Arrival(0.0, 128, 192)] * 4
     arrival = Arrival(0.5, shared_tokens + own_tokens, output_tokens)
     title = f"4 streams, {shared_tokens}+{own_tokens}/{output_tokens} x {num_requests}"
@@ -89,14 +75,12 @@ def busy_prefix(shared_tokens: int, own_tokens: int, output_tokens: int, num_req
 
 
 def replayed(trace: Sequence[Arrival], speedup: float) -> Load:
-    """The requests of a trace, sent at their times in the trace divided by `speedup`. The number of requests in flight
-    is not limited. Each request is cut to the context length.
-    """
+    """A trace, `speedup` times as fast, without a limit on requests in flight, cut to the context length."""
     return Load("trace", f"trace x {speedup:g}", [capped(arrival) for arrival in trace], len(trace))
 
 
 def capped(arrival: Arrival, context: int = CONTEXT) -> Arrival:
-    """Cut a request's output to half the context length, and its prompt to the rest of the context length."""
+    """Cut the output to half the context length, and the prompt to the rest."""
     output_tokens = min(arrival.output_tokens, context // 2)
     return arrival._replace(
         prompt_tokens=min(arrival.prompt_tokens, context - output_tokens), output_tokens=output_tokens
@@ -104,7 +88,7 @@ def capped(arrival: Arrival, context: int = CONTEXT) -> Arrival:
 
 
 def choose(names: str | None, loads: Sequence[Load]) -> list[Load]:
-    """The loads with the given names. Raises ValueError for an unknown name of a load."""
+    """The loads of these names. Raises ValueError for an unknown one."""
     if names is None:
         return list(loads)
     by_name = {load.name: load for load in loads}

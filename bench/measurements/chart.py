@@ -1,6 +1,4 @@
-"""Draws a bar chart of output tokens per second for each load, with pagewire next to the peer. The ratio of the two
-rates is above each pair of bars.
-"""
+"""Draws output tokens per second for each load, pagewire next to the peer, with the ratio above."""
 
 from collections.abc import Mapping
 from pathlib import Path

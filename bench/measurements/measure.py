@@ -1,6 +1,4 @@
-"""Sends a load to each system in turn. Only one system is under load at a time, and the CPU usage of the other systems
-is measured to show that they are idle.
-"""
+"""Sends a load to each system in turn, and measures that the other systems are idle meanwhile."""
 
 import asyncio
 import sys
@@ -16,28 +14,24 @@ from bench.systems.pagewire_system import Pagewire
 from bench.systems.processes import cpu_seconds, memory_mib
 
 PAUSE_SECONDS = 1.0
-"""Pause before each run in seconds. Threads that spin while they wait for work, as OpenMP's threads do, stop spinning
-during this pause.
-"""
+"""Pause before each run, in which spinning threads, such as OpenMP's, stop."""
 
 
 @dataclass(slots=True)
 class Measurement:
-    """All runs of one load on each system."""
+    """All runs of one load."""
 
     runs: dict[str, list[Run]] = field(default_factory=dict)
     figures: dict[str, Figures] = field(default_factory=dict)
     idle_cpu_percent: dict[str, float] = field(default_factory=dict)
-    """The largest CPU usage of a system while another system was under load, in percent of one core."""
+    """The largest CPU usage of a system while another was under load, in percent of one core."""
     split: Split | None = None
 
 
 async def measure(systems: Sequence[System], load: Load, vocabulary_size: int, rounds: int) -> Measurement:
-    """Warm up all systems, then run the load `rounds` times on each system. In every second round, the order of the
-    systems is reversed.
+    """Warm up all systems, then run the load `rounds` times on each, every second round in reverse order.
 
-    If the machine's speed drifts, consecutive runs see the same drift, so that the drift affects all systems equally.
-    Each round has new prompts, and all systems receive the same prompts in a round.
+    Consecutive runs thus see the same drift of the machine. Each round has new prompts, the same for all systems.
     """
     result = Measurement(runs={system.name: [] for system in systems})
     warm_up = load.warm_up()

@@ -1,4 +1,4 @@
-"""The time of each phase of pagewire's steps under a load, as measured by pagewire's scheduler."""
+"""The time of each phase of pagewire's steps under a load, measured by its scheduler."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,39 +6,34 @@ from dataclasses import dataclass
 from pagewire.v1.admin_service_pb2 import StepSplit
 
 PHASES = ("schedule", "encode", "wire", "move", "forward", "sample", "guess", "decode", "update", "publish")
-"""The phases of a step, in order."""
 MODEL_PHASES = frozenset(("move", "forward", "sample", "guess"))
-"""The phases in which the worker computes a step. All other phases are work of the scheduler, the codec and gRPC."""
+"""The worker computes. All others are the scheduler, the codec and gRPC."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Microseconds per step by phase, averaged over `num_steps` steps."""
+    """Microseconds per step, averaged over `num_steps`."""
 
     num_steps: int
     us: dict[str, float]
 
     @property
     def model_us(self) -> float:
-        """Microseconds of a step in which the worker computes."""
+        """Microseconds in which the worker computes."""
         return sum(us for phase, us in self.us.items() if phase in MODEL_PHASES)
 
     @property
     def overhead_percent(self) -> float:
-        """Time of the scheduler, codec and gRPC, as a percentage of the sum of all phases. The scheduler's phases count
-        in full, even if the worker computes at the same time.
-        """
+        """Time of the scheduler, codec and gRPC in percent of all phases, even while the worker computes."""
         return 100 * (1 - self.model_us / sum(self.us.values()))
 
     def idle_us(self, seconds: float) -> float:
-        """Microseconds per step in which the device is idle, if all steps together take `seconds`."""
+        """Microseconds per step in which the device is idle, if all steps take `seconds`."""
         return 1e6 * seconds / self.num_steps - self.model_us
 
 
 def split_between(readings: Sequence[tuple[StepSplit, StepSplit]]) -> Split:
-    """The mean times of the phases over all runs of a load. `readings` contains, for each run, the scheduler's times
-    before and after the run.
-    """
+    """The mean over runs. `readings` are the scheduler's times before and after each."""
     num_steps = sum(after.num_steps - before.num_steps for before, after in readings)
 
     us = {

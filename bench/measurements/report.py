@@ -1,6 +1,4 @@
-"""Makes the tables and the JSON output of a benchmark. The tables are Markdown, for the terminal and for
-bench/results/.
-"""
+"""The Markdown tables and the JSON of a benchmark."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -29,10 +27,10 @@ TARGET_LOAD, TARGET_PERCENT = "128/128 x 32", 5
 
 @dataclass
 class Report:
-    """The figures of pagewire and of the peer for each load. A peer may have fewer figures than pagewire."""
+    """Each load's figures of pagewire and of the peer, which may have fewer."""
 
     peer: str | None
-    """Name and version of the peer."""
+    """Name and version."""
     conditions: dict[str, Any]
     start_seconds: dict[str, float]
     measurements: dict[str, Measurement] = field(default_factory=dict)
@@ -45,7 +43,7 @@ class Report:
             (self.ours if name == OURS else self.theirs)[load.title] = asdict(figures)
 
     def ratios(self, load: str) -> dict[str, float]:
-        """pagewire's figure divided by the peer's figure, for each figure that both systems have."""
+        """pagewire's figure divided by the peer's, where both have it."""
         theirs = self.theirs.get(load, {})
         return {column: ours / theirs[column] for column, ours in self.ours[load].items() if theirs.get(column)}
 
@@ -76,7 +74,7 @@ class Report:
         }
 
     def figures_table(self) -> Table:
-        """A table with three lines for each load: pagewire's figures, the peer's figures, and the ratios."""
+        """Three lines for each load: pagewire, the peer, the ratios."""
         table = new_table("load", "system", *(heading for heading, _ in COLUMNS.values()))
         for load, ours in self.ours.items():
             add_row(table, [load, OURS], ours, {column: cell for column, (_, cell) in COLUMNS.items()})
@@ -86,9 +84,7 @@ class Report:
         return table
 
     def steps_table(self) -> Table:
-        """A table with the microseconds of each phase of a step, and the percentage of the scheduler, codec and
-        gRPC.
-        """
+        """Microseconds of each phase of a step, and the percentage of scheduler, codec and gRPC."""
         table = new_table("load", "steps", *PHASES, "scheduler + codec + gRPC")
         for load, measurement in self.measurements.items():
             if split := measurement.split:
@@ -97,7 +93,7 @@ class Report:
         return table
 
     def sentences(self) -> list[str]:
-        """Sentences that state the measured values that no table shows."""
+        """The measured values that no table shows."""
         lines = [f"{name} was ready after {seconds:.1f} s." for name, seconds in self.start_seconds.items()]
         measurement = self.measurements.get(TARGET_LOAD)
         if measurement and (split := measurement.split):

@@ -1,21 +1,16 @@
-"""Measures, on the logits of real texts, how often a draft model's token is accepted. Compares three acceptance rules:
-shared noise, independent draws, and the ratio test.
+"""Measures, on the logits of real texts, how often a draft model's token is accepted under three rules.
 
-    python -m bench acceptance --model TARGET --draft-model DRAFT [--temperature 1.0] [--texts 12]
+python -m bench acceptance --model TARGET --draft-model DRAFT [--temperature 1.0] [--texts 12]
 
-The texts are functions in this project's sources. At each position, p and q are the target model's and the draft
-model's probabilities of the next token.
+The texts are functions in this project's sources. p and q are the target's and the draft's probabilities of the next
+token.
 
-- Shared noise is the rule of pagewire's drafting method `draft_model`. Both models add the same Gumbel noise to their
-  logits / temperature and choose the token with the largest sum. The benchmark samples tokens from both models with the
-  worker's sampler, and counts how often both models choose the same token.
-- With independent draws, both models choose the same token with probability sum(p q).
-- The ratio test (Leviathan, Kalman and Matias 2023) accepts a draft with probability sum(min(p, q)), the maximum of all
-  acceptance rules. With the ratio test, the outputs depend on the draft model; with the other two rules, the outputs do
-  not depend on the draft model.
-
-The lower bound of the acceptance rate with shared noise, (1 - d) / (1 + d) with d = 1 - sum(min(p, q)), is from Daliri,
-Musco and Suresh (2024).
+- Shared noise, the rule of `draft_model`: both models add the same Gumbel noise to logits / temperature and choose
+  the largest sum. Measured with the worker's sampler. At least (1 - d) / (1 + d) with d = 1 - sum(min(p, q)) (Daliri,
+  Musco and Suresh, 2024).
+- Independent draws: sum(p q).
+- The ratio test (Leviathan, Kalman and Matias 2023): sum(min(p, q)), the maximum of all rules; only here do outputs
+  depend on the draft model.
 """
 
 import argparse
@@ -35,12 +30,12 @@ from worker_service.session.step import TOKENS, SamplingParams
 
 DRAWS = 32
 SKIPPED = 32
-"""Number of positions at the beginning of each text that are not measured, because they have little context."""
+"""Positions at the beginning of each text, not measured for lack of context."""
 TOKENS_OF_A_TEXT = 160
 
 
 def logits_of(name: str, texts: list[list[int]]) -> list[Tensor]:
-    """The logits of a model for each text, [positions, vocabulary_size]."""
+    """A model's logits for each text, [positions, vocabulary_size]."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
@@ -49,7 +44,7 @@ def logits_of(name: str, texts: list[list[int]]) -> list[Tensor]:
 
 
 def draws(logits: Tensor, temperature: float, position: int) -> Tensor:
-    """Sample one token for each seed from the logits of one position, [vocabulary_size]."""
+    """One token for each seed from the logits of one position, [vocabulary_size]."""
     sequences = [
         SequenceState(
             1,

@@ -1,11 +1,10 @@
-"""Measures the cost of adapters: the same requests to one server use the base model, 1, 4 and 16 adapters in turn.
+"""Measures the cost of adapters: the same requests to one server with the base model, 1, 4 and 16 adapters in turn.
 
-    python -m bench adapters [--model default] [--sequences 16,32] [--rank 16] [--adapters 1,4,16] [--rounds 3]
-    python -m bench adapters --peer DIR        measures vLLM too; DIR as for bench serving
+python -m bench adapters [--model default] [--sequences 16,32] [--rank 16] [--adapters 1,4,16] [--rounds 3]
+python -m bench adapters --peer DIR        measures vLLM too; DIR as for bench serving
 
-The adapters have random weights for all linear layers. The requests of a run are distributed over all adapters of the
-run. The last line of the output contains three times to first token: for an adapter on the device, for an adapter in
-the worker's host memory, and for an adapter that must be sent to the worker first.
+The adapters have random weights for all linear layers, and share the requests. The last line has three times to first
+token: adapter on the device, in the worker's host memory, and to be sent to the worker first.
 """
 
 import argparse
@@ -38,11 +37,11 @@ OUTPUT_TOKENS = 128
 PROMPT_TOKENS = 128
 TIMES = 18
 EXTRA = 2
-"""Number of adapters that exceed the capacity of the worker's host memory."""
+"""Adapters beyond the capacity of the worker's host memory."""
 
 
 def write_adapters(folder: Path, model: str, count: int, rank: int) -> None:
-    """Write adapters in PEFT's format into the folders a0, a1 and so on."""
+    """PEFT's format, in folders a0, a1 and so on."""
     config = read_config(Checkpoint(find_model(model, Path("~/.cache/pagewire").expanduser()).path).config)
     if not isinstance(config, DecoderConfig):
         raise SystemExit("bench adapters: this model does not run natively")
@@ -70,9 +69,7 @@ def write_adapters(folder: Path, model: str, count: int, rank: int) -> None:
 
 
 Call = Callable[[Sequence[int], int, str], Awaitable[None]]
-"""A function that generates a number of tokens after a prompt with the named adapter; an empty name means the base
-model.
-"""
+"""Generates tokens after a prompt with the named adapter; empty for the base model."""
 
 
 def ours(client: Client) -> Call:
@@ -95,7 +92,7 @@ def theirs(session: aiohttp.ClientSession) -> Call:
 
 
 async def rate(call: Call, num_sequences: int, names: Sequence[str], seed: int) -> float:
-    """Output tokens per second of `num_sequences` simultaneous streams."""
+    """Output tokens per second of simultaneous streams."""
 
     async def one(number: int) -> None:
         prompt = [1000 + (number * 7919 + seed * 104729 + i * 31) % 20000 for i in range(PROMPT_TOKENS)]
@@ -107,7 +104,7 @@ async def rate(call: Call, num_sequences: int, names: Sequence[str], seed: int) 
 
 
 async def first_token_seconds(call: Call, names: Sequence[str]) -> float:
-    """Median time to first token in seconds. Requests are sent one by one, and use the named adapters in turn."""
+    """Median time to first token. Requests are sent one by one with the adapters in turn."""
     found = []
     for number in range(max(TIMES, 2 * len(names))):
         began = time.perf_counter()
@@ -144,9 +141,8 @@ async def measure(
                     f"{ratio:.2f} x base\n"
                 )
                 sys.stdout.flush()
-        # If requests use one adapter more than the device has slots, in turn, each adapter has lost its slot before its
-        # next request. If requests use two adapters more than host memory has room for, each adapter must be sent to
-        # the worker again.
+        # With one adapter more than slots, used in turn, each has lost its slot before its next request. With two more
+        # than host memory has room for, each must be sent again.
         few = max(counts) + 1
         for which, call in calls.items():
             there, copied, brought = [
@@ -169,7 +165,7 @@ def main() -> None:
     parser.add_argument("--adapters", default="1,4,16")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--peer", type=Path, metavar="DIR", help="as of bench serving; then its model is served")
+    parser.add_argument("--peer", type=Path, metavar="DIR", help="as for bench serving; its model is served")
     arguments = parser.parse_args()
     counts = [int(count) for count in arguments.adapters.split(",")]
     sequences = [int(count) for count in arguments.sequences.split(",")]

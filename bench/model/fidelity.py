@@ -1,18 +1,15 @@
-"""Compares served log-probabilities with exact log-probabilities: python -m bench fidelity. The last line of the output
-is JSON.
+"""Compares served log-probabilities with exact ones: python -m bench fidelity. The last line is JSON.
 
-Each system scores the same texts with teacher forcing. For each token of a text, a system gives the token's
-log-probability and the likeliest token at the same position. transformers in float32, with the same weights,
-computes the exact scores. For each system, three figures compare its scores with the exact scores: the mean difference
-of log-probabilities, how often the likeliest tokens are equal, and the increase of perplexity.
+All systems score the same texts with teacher forcing: each token's log-probability, and the likeliest token.
+transformers in float32, with the same weights, is exact. Figures: the mean difference of log-probabilities, how often
+the likeliest tokens are equal, and the increase of perplexity.
 
-pagewire serves the model in bfloat16, with a bfloat16 and with an int8 cache. pagewire also serves quantised weights if
-the machine has kernels for quantised weights. The other systems are transformers in bfloat16 and, with --peer, vLLM.
-Ratios are relative to transformers in bfloat16. pagewire's fp8 cache requires a GPU, but this benchmark runs without a
-GPU. An fp8 cache is therefore represented by transformers with keys and values that are rounded to fp8.
+Systems: pagewire in bfloat16 with a bfloat16 and an int8 cache, and with the quantised weights for which the machine
+has kernels; transformers in bfloat16, to which ratios are relative; with --peer, vLLM. pagewire's fp8 cache needs a
+GPU, so transformers with keys and values rounded to fp8 stands for it.
 
-Each text consists of the first tokens of a page of Python's manual, which every Python contains. --prompts adds the
-texts of a JSON-lines file whose objects have a member `turns`, as in MT-bench.
+Texts are the first tokens of pages of Python's manual, which every Python contains. --prompts adds a JSON-lines file
+with members `turns`, as in MT-bench.
 """
 
 import argparse
@@ -51,14 +48,14 @@ from worker_service.settings import WorkerSettings
 
 TOPICS = ("types", "import", "formatstrings", "compound", "specialnames", "assert", "exprlists", "numbers")
 WINDOW = 512
-"""Maximum number of tokens of a text."""
+"""Tokens of a text."""
 CACHE_GIB = 2
 BASE = "transformers, bfloat16"
 
 
 @dataclass(frozen=True)
 class Scores:
-    """A system's log-probabilities of all tokens of one text except the first token, and the likeliest tokens."""
+    """Log-probabilities of all tokens of a text except the first, and the likeliest tokens."""
 
     logprobs: list[float]
     likeliest: list[int]
@@ -66,26 +63,24 @@ class Scores:
 
 @dataclass(frozen=True)
 class Fidelity:
-    """How a system's scores differ from the exact scores, over the tokens of all texts."""
+    """A system's difference from the exact scores, over all tokens."""
 
     mean_difference: float
-    """Mean absolute difference between the system's and the exact log-probabilities."""
+    """Mean absolute difference of log-probabilities."""
     same_likeliest: float
-    """Percentage of positions at which the system's likeliest token equals the likeliest token of the exact scores."""
+    """Percentage of positions with the same likeliest token."""
     perplexity: float
-    """Increase of the system's perplexity over the perplexity of the exact scores, in percent."""
+    """Increase in percent."""
 
 
 def compare(found: Sequence[Scores], exact: Sequence[Scores]) -> Fidelity:
-    """Compare a system's scores with the exact scores of the same texts. Raises BenchError if the scores of a text are
-    incomplete.
-    """
+    """Raises BenchError if the scores of a text are incomplete."""
     differences: list[float] = []
     losses: list[float] = []
     same = 0
     for ours, truth in zip(found, exact, strict=True):
         if len(ours.logprobs) != len(truth.logprobs) or len(ours.likeliest) != len(truth.likeliest):
-            raise BenchError(f"a text has scores of {len(ours.logprobs)} tokens where {len(truth.logprobs)} were asked")
+            raise BenchError(f"a text has scores of {len(ours.logprobs)} tokens, not of {len(truth.logprobs)}")
         losses += [b - a for a, b in zip(ours.logprobs, truth.logprobs, strict=True)]
         differences += map(abs, losses[len(differences) :])
         same += sum(a == b for a, b in zip(ours.likeliest, truth.likeliest, strict=True))
@@ -94,7 +89,7 @@ def compare(found: Sequence[Scores], exact: Sequence[Scores]) -> Fidelity:
 
 
 class _CacheInFp8(DynamicCache):  # type: ignore[misc]  # transformers has no type annotations
-    """transformers' KV cache with keys and values that are rounded to e4m3, as in an fp8 cache."""
+    """Keys and values rounded to e4m3."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         kept = (widened(narrowed(heads, FLOAT8), heads.dtype) for heads in (key_states, value_states))
@@ -119,7 +114,7 @@ def transformers_scores(
 
 
 def our_scores(directory: Path, texts: Sequence[list[int]], *flags: str) -> list[Scores]:
-    """The scores from pagewire: a new scheduler and a new worker compute one text after the other."""
+    """pagewire's scores: a new scheduler and a new worker compute one text after the other."""
 
     async def ask() -> list[Scores]:
         sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
@@ -152,9 +147,7 @@ def vllm_scores(url: str, texts: Iterable[list[int]]) -> list[Scores]:
 
 
 def scores_of(entries: Sequence[dict[str, dict[str, Any]] | None], text: Sequence[int]) -> Scores:
-    """Convert vLLM's entries of log-probabilities to the scores of a text. The entry of a position maps token ids to
-    log-probabilities; the first position has no entry.
-    """
+    """Scores from vLLM's entries, which map token ids to log-probabilities; the first position has none."""
     known = [entry or {} for entry in entries[1:]]
     return Scores(
         [entry[str(token)]["logprob"] for entry, token in zip(known, text[1:], strict=True)],
@@ -172,7 +165,7 @@ def read_texts(directory: Path, prompts: Path | None) -> list[list[int]]:
 
 
 def run(model: str, peer: Path | None, prompts: Path | None) -> tuple[dict[str, Fidelity], int]:
-    """The fidelity of each system, and the number of scored tokens."""
+    """Each system's fidelity, and the number of scored tokens."""
     cache = load_settings(WorkerSettings, "bench", []).cache.expanduser()
     directory = peer / "model" if peer else find_model(model, cache).path
     texts = read_texts(directory, prompts)
@@ -194,11 +187,9 @@ def run(model: str, peer: Path | None, prompts: Path | None) -> tuple[dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="bench fidelity", description="Measures how exact log-probabilities are.")
-    parser.add_argument("--model", default="default", help="as a worker takes it; with --peer it is the peer's")
-    parser.add_argument(
-        "--peer", type=Path, metavar="DIR", help="a folder with venv/, which can run vLLM, and model/, what all serve"
-    )
+    parser = argparse.ArgumentParser(prog="bench fidelity", description="Compares log-probabilities with exact ones.")
+    parser.add_argument("--model", default="default", help="as for a worker; by default with --peer, the peer's")
+    parser.add_argument("--peer", type=Path, metavar="DIR", help="a folder with venv/, which can run vLLM, and model/")
     parser.add_argument("--prompts", type=Path, metavar="JSONL", help="more texts: the `turns` of each line")
     arguments = parser.parse_args()
     for number in (signal.SIGTERM, signal.SIGHUP):

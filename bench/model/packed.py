@@ -1,13 +1,11 @@
 """Compares the token rates of pagewire and llama.cpp with the weights of a GGUF file, in turn on one machine.
 
-    python -m bench packed FILE --peer llama-batched-bench [--quantization gguf,int4] [--streams 1,8,32] [--rounds 3]
+python -m bench packed FILE --peer llama-batched-bench [--quantization gguf,int4] [--streams 1,8,32] [--rounds 3]
 
-The benchmark prints two rates. The first rate is output tokens per second of streams that begin at once, each with 128
-prompt and 128 output tokens. The time to compute the prompts is included in the first rate. The second rate is prompt
-tokens per second of a single prompt of 512 tokens. For pagewire, a client over gRPC measures both rates. llama.cpp's
-`llama-batched-bench` computes the same numbers of tokens in one process, without a server. Build `llama-batched-bench`
-from the sources in the Python package llama-cpp-python, with `-DGGML_NATIVE=ON`. `llama-batched-bench` runs with as
-many threads as pagewire's worker.
+Prints output tokens per second of streams that begin at once with 128 prompt and 128 output tokens, prompts included,
+and prompt tokens per second of a single prompt of 512. pagewire is measured by a client over gRPC, llama.cpp by
+`llama-batched-bench` in one process with as many threads. Build it from the sources in the Python package
+llama-cpp-python, with `-DGGML_NATIVE=ON`.
 """
 
 import argparse
@@ -34,16 +32,12 @@ OUTPUT_TOKENS = 128
 LONG_PROMPT_TOKENS = 512
 CACHE_GIB = 1
 FIRST_IDS = 30_000
-"""Number of token ids from which the prompts are chosen: ids below it occur in all measured models. The default model
-has 49,152 ids.
-"""
+"""Prompts have ids below it, which occur in all measured models; the default model has 49,152 ids."""
 
 _seeds = itertools.count()  # new prompts for each run, so that no prompt is in a prefix cache
 
 System = Callable[[int, int, int], tuple[float, float]]
-"""A function that measures a system. The function's arguments are the number of streams, and the numbers of prompt and
-output tokens of each stream. The function returns output tokens per second and prompt tokens per second.
-"""
+"""Measures streams, prompt and output tokens of each: output and prompt tokens per second."""
 
 
 def ours(server: Pagewire, count: int, prompt_tokens: int, output_tokens: int) -> tuple[float, float]:

@@ -1,16 +1,12 @@
-"""Measures the gain of speculative decoding: servers with different drafting methods receive the same requests, in turn
-on one machine.
+"""Measures the gain of speculative decoding: the same requests to servers with different drafting methods, in turn.
 
-    python -m bench speculation [--methods ngram,draft_model] [--model default] [--draft-model NAME]
-                                [--sequences 1,8,32]
-    python -m bench speculation --methods eagle3 --draft-model FOLDER
-    python -m bench speculation --peer DIR     measures vLLM too, with and without n-grams; DIR as for bench serving
+python -m bench speculation [--methods ngram,draft_model] [--model default] [--draft-model NAME] [--sequences 1,8,32]
+python -m bench speculation --methods eagle3 --draft-model FOLDER
+python -m bench speculation --peer DIR     measures vLLM too, with and without n-grams; DIR as for bench serving
 
-There are two sets of prompts. The prompts whose answers repeat the prompt are edits of this project's sources: a
-function or class, and a request to write the same code again with one name changed. Even a small model answers these
-prompts well, because the answer is almost a copy of the code. The other prompts are beginnings of paragraphs of this
-project's documentation, which the model continues by sampling. With --code, for models of code, the other prompts are
-beginnings of functions. The benchmark checks that all drafting methods generate the same tokens.
+One set of prompts asks to write a function or class of this project again with one name changed, which even a small
+model does well, so that the answer repeats the prompt. The other prompts are beginnings of paragraphs of this project's
+documentation, continued by sampling, or with --code beginnings of functions. All methods must generate the same tokens.
 """
 
 import argparse
@@ -39,9 +35,7 @@ OUTPUT_TOKENS = 128
 
 
 def edits(*folders: str) -> Iterator[str]:
-    """Prompts that contain a function or class of 12 to 60 lines, each with a request to change one of the names in the
-    code.
-    """
+    """A function or class of 12 to 60 lines, with a request to change a name in it."""
     for file in sorted(file for folder in folders or ("scheduler_service",) for file in (ROOT / folder).rglob("*.py")):
         for part in re.split(r"\n\n\n(?=class |def |async def )", file.read_text())[1:]:
             names = re.findall(r"\bself\._?(\w{5,})|\b(\w{6,}) = ", part)
@@ -61,7 +55,7 @@ def beginnings() -> Iterator[str]:
 
 
 Call = Callable[[str, SamplingParams], Awaitable[list[int]]]
-"""A function that generates an output after a prompt and returns the output's token ids."""
+"""Generates an output after a prompt, and returns its token ids."""
 
 
 def ours(client: Client) -> Call:
@@ -88,7 +82,7 @@ def theirs(session: aiohttp.ClientSession) -> Call:
 async def run(
     call: Call, prompts: Sequence[str], num_sequences: int, sampling: SamplingParams
 ) -> tuple[float, list[list[int]]]:
-    """Run all prompts. Returns output tokens per second, and the token ids of each prompt's output."""
+    """Output tokens per second, and each output's token ids."""
     found: list[list[int]] = [[] for _ in prompts]
     left = iter(range(len(prompts)))
 
@@ -102,16 +96,14 @@ async def run(
 
 
 def functions() -> Iterator[str]:
-    """Yield the signatures and docstrings of functions, as prompts for models of code."""
+    """Signatures and docstrings, as prompts for models of code."""
     for file in sorted((ROOT / "scheduler_service").rglob("*.py")):
         for found in re.finditer(r"\n(def \w+\(.*\) -> .*:\n    \"\"\"[^\"]{40,}\"\"\"\n)", file.read_text()):
             yield found[1]
 
 
 async def drafts(server: LocalServer | Vllm) -> tuple[int, int]:
-    """The server's numbers of verified and of accepted drafts. For vLLM both numbers are 0, because the benchmark does
-    not read vLLM's counters.
-    """
+    """Verified and accepted drafts; 0 for vLLM, whose counters are not read."""
     if isinstance(server, Vllm):
         return 0, 0
     async with Admin(server.admin_target) as admin:
@@ -122,9 +114,7 @@ async def drafts(server: LocalServer | Vllm) -> tuple[int, int]:
 async def compare(
     servers: Mapping[str, LocalServer | Vllm], num_sequences: int, rounds: int, others: Callable[[], Iterator[str]]
 ) -> None:
-    """Measure and compare servers with different drafting methods. The first pagewire server and the first vLLM server
-    make no drafts.
-    """
+    """Compare servers. The first of pagewire's and the first of vLLM's make no drafts."""
     off, *drafting = servers
     references = {one: next(o for o in servers if type(servers[o]) is type(servers[one])) for one in servers}
     async with AsyncExitStack() as stack:
@@ -154,7 +144,7 @@ async def compare(
                 ratio = statistics.median(b / a for a, b in zip(rates[references[one]], rates[one], strict=True))
                 sys.stdout.write(f"; {one} {statistics.median(rates[one]):.1f}, {ratio:.2f} x")
                 if references[one] == off:
-                    sys.stdout.write(f", {verified} guesses, {right / max(1, verified):.0%} right")
+                    sys.stdout.write(f", {verified} drafts, {right / max(1, verified):.0%} right")
             sys.stdout.write(f"; {'the same tokens' if are_same else 'OTHER TOKENS'}\n")
             sys.stdout.flush()
 
@@ -175,7 +165,7 @@ def main() -> None:
     parser.add_argument("--sequences", default="1,8,32")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--num-speculative-tokens", default="8")
-    parser.add_argument("--peer", type=Path, metavar="DIR", help="as of bench serving; then its model is served")
+    parser.add_argument("--peer", type=Path, metavar="DIR", help="as for bench serving; its model is served")
     arguments = parser.parse_args()
     common = ["--max-model-len", str(CONTEXT), "--kv-cache-memory", "1", "--no-forms"]
     with ExitStack() as stack:

@@ -1,11 +1,9 @@
-"""Tests serving of a trained adapter. The adapter is trained on code words that the base model cannot generate, and the
-served model with the adapter has to answer with these code words.
+"""Tests a served adapter that is trained on codes which the base model cannot know.
 
-    python -m bench trained_adapter [--model default] [--steps 150] [--rank 8]
+python -m bench trained_adapter [--model default] [--steps 150] [--rank 8]
 
-PEFT trains the adapter on sentences, each of which assigns a code to a word. Training takes a few minutes on two CPU
-cores. After training, a server completes the sentences of all words at once, with the base model and with the adapter.
-The benchmark counts the right codes.
+PEFT trains on sentences that each assign a code to a word, in a few minutes on two CPU cores. A server then completes
+all sentences at once, with and without the adapter, and the right codes are counted.
 """
 
 import argparse
@@ -28,7 +26,7 @@ LEARNING_RATE = 2e-3
 
 
 def sentences() -> dict[str, str]:
-    """The beginnings of the sentences, each with the code that completes the sentence."""
+    """Beginnings of sentences, each with the code that completes it."""
     draw = random.Random(1)
     return {f"The code of the {word} is": f" {draw.randrange(1000, 10_000)}" for word in WORDS}
 
@@ -57,7 +55,7 @@ def train(model: str, folder: Path, steps: int, rank: int) -> None:
 
 
 async def count_right(target: str, lora_name: str) -> int:
-    """Number of sentences that the served model completes with the right code. All requests are sent at once."""
+    """Sentences that the served model completes with the right code, all sent at once."""
     async with Client(target) as client:
         await client.wait_until_serving(600)
         sampling = SamplingParams(max_tokens=8, temperature=0)

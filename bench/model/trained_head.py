@@ -1,16 +1,12 @@
-"""Trains an EAGLE-3 draft head on a model's outputs, for the drafting method `eagle3`. Training takes minutes on two
-CPU cores.
+"""Trains an EAGLE-3 draft head on a model's outputs, in minutes on two CPU cores. Only for the Llama family.
 
-    python -m bench trained_head FOLDER [--model default] [--prompts FILE] [--outputs 240] [--epochs 6]
+python -m bench trained_head FOLDER [--model default] [--prompts FILE] [--outputs 240] [--epochs 6]
 
-A server answers prompts like the prompts of `bench speculation`, but made from other source files. With --prompts the
-server also answers the questions of a file in MT-bench's format. The head is trained on the server's answers. The
-training method is from "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test" (Li
-et al., 2025). When the head drafts several tokens, the inputs for later drafts are the head's hidden states in place of
-the model's hidden states. During training, the inputs for later drafts are also the head's hidden states. The head
-learns to predict the model's probabilities. The head's initial weights are the weights of the model's last layer. The
-answers to a tenth of the prompts are held out: they are not used for training. With the held-out answers the benchmark
-measures how often the head's drafts are right. Only models of the Llama family are supported.
+A server answers prompts like those of `bench speculation`, from other source files; with --prompts also a file in
+MT-bench's format. The head starts as the model's last layer and learns the model's probabilities. As when it drafts
+several tokens, its inputs for later drafts are its own hidden states ("EAGLE-3: Scaling up Inference Acceleration of
+Large Language Models via Training-Time Test", Li et al., 2025). A tenth of the answers is held out, to measure how
+often drafts are right.
 """
 
 import argparse
@@ -36,7 +32,7 @@ from pagewire_client.llm import collect
 from worker_service.loading.model_store import find_model
 
 DEPTH = 3
-"""Number of consecutive drafts that the head learns to predict."""
+"""Consecutive drafts that the head learns to predict."""
 LEARNING_RATE = 1e-3
 SEED = 0
 Pair = tuple[Tensor, Tensor]
@@ -49,15 +45,15 @@ NAMES = {
     **{one: f"midlayer.self_attn.{one}_proj" for one in "qkvo"},
     **{one: f"midlayer.mlp.{one}_proj" for one in ("gate", "up", "down")},
 }
-"""The names of the head's weights in a checkpoint in the format of the EAGLE-3 authors."""
+"""Weights' names in a checkpoint of EAGLE-3's authors."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """One text for training, with the model's results at each token.
+    """One text, with the model's results at each token.
 
-    The fields are the tokens [n], the hidden states of three layers side by side [n, 3 * hidden_size], the final
-    normalised hidden states [n, hidden_size], and the likeliest next token at each position [n].
+    Tokens [n], the hidden states of three layers side by side [n, 3 * hidden_size], the final normalised hidden states
+    [n, hidden_size], and the likeliest next tokens [n].
     """
 
     token_ids: Tensor
@@ -67,12 +63,10 @@ class Example:
 
 
 class Head(nn.Module):
-    """The network of the draft head in `worker_service.models.decoders.eagle`, as a trainable module."""
+    """The network of `worker_service.models.decoders.eagle`, trainable."""
 
     def __init__(self, target: Any, token_ids: Tensor) -> None:
-        """`target` is a Llama model of transformers. `token_ids` [guessable] contains the token ids for which the head
-        computes a logit.
-        """
+        """`target` is transformers' Llama model. `token_ids` [guessable] are the tokens with a logit."""
         super().__init__()
         config, layer = target.config, target.model.layers[-1]
         hidden = config.hidden_size
@@ -91,8 +85,8 @@ class Head(nn.Module):
             return nn.Parameter(torch.cat([torch.zeros_like(own), own], dim=1))
 
         attention, mlp = layer.self_attn, layer.mlp
-        # The last of the three layers' hidden states is most similar to the usual input of the model's last layer. The
-        # weights for the other two layers' hidden states start at zero.
+        # The last of the three states is most similar to the last layer's usual input. The weights for the other two
+        # start at zero.
         nothing = torch.zeros(hidden, hidden)
         self.weights = nn.ParameterDict(
             {
@@ -120,10 +114,9 @@ class Head(nn.Module):
     ) -> tuple[Tensor, Tensor, Pair]:
         """Compute, for all positions of a text at once, the draft number `depth` after the position.
 
-        `token_ids` [places] are the tokens that follow the positions of the hidden `states` [places, hidden_size].
-        `earlier` contains the keys and values that were computed for smaller depths. At the first depth, the hidden
-        states come from the model, and a position attends to all positions up to itself. At a larger depth, a position
-        attends, among the keys of this depth, only to itself. Returns the head's new hidden states, the logits, and the
+        `token_ids` [places] follow the positions of the hidden `states` [places, hidden_size]. `earlier` are the keys
+        and values of smaller depths. At the first depth, the states come from the model, and a position attends to all
+        up to itself; at a larger depth, to itself only among the keys of this depth. Returns new states, logits, and
         new keys and values.
         """
         normed = self._norm(states, "hidden_norm")
@@ -169,18 +162,15 @@ def read(target: Any, token_ids: Sequence[int]) -> Example:
 
 
 def states_before(num_layers: int) -> list[int]:
-    """The three layers whose inputs the head reads: the choice of the EAGLE-3 paper, or the first layers of a model
-    with few layers.
-    """
+    """The three layers whose inputs the head reads, as in the EAGLE-3 paper; fewer in a small model."""
     return [min(2, num_layers - 1), num_layers // 2, max(0, num_layers - 3)]
 
 
 def losses(head: Head, example: Example, index: Tensor) -> tuple[Tensor, list[float]]:
-    """The head's mean loss over all depths, and the share of right drafts at each depth.
+    """The mean loss over all depths, and the share of right drafts at each depth.
 
-    `index` [vocabulary_size] contains, for each token, the index of the token's logit in the head's logits, or a
-    negative number if the head computes no logit for the token. A draft is right if it equals the model's likeliest
-    token.
+    `index` [vocabulary_size] is each token's place among the head's logits, negative without one. A draft is right if
+    it is the model's likeliest token.
     """
     num_places = len(example.token_ids) - 1 - DEPTH
     states = head.combine(example.states[:num_places].float())
@@ -205,9 +195,7 @@ def train(
     num_guessable: int,
     epochs: int,
 ) -> list[float]:
-    """Train the head, and write the head in the format of the EAGLE-3 authors. Returns the share of right drafts at
-    each depth, measured on the held-out answers.
-    """
+    """Train the head, and write it in EAGLE-3's format. Returns the share of right drafts at each depth."""
     torch.manual_seed(SEED)
     counts = Counter(token for text in texts for token in text)
     size = target.config.vocab_size
@@ -264,9 +252,7 @@ def questions(file: Path) -> Iterator[str]:
 
 
 async def ask(target: str, prompts: Sequence[Any], max_tokens: int) -> list[list[int]]:
-    """Request an answer to each prompt. Returns the token ids of each prompt together with its answer. Half of the
-    answers are sampled greedily.
-    """
+    """Token ids of each prompt with its answer. Half of the answers are greedy."""
     places = asyncio.Semaphore(32)
     async with Client(target) as client:
         await client.wait_until_serving(600)
@@ -286,7 +272,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", default="default")
-    parser.add_argument("--prompts", type=Path, help="a file in the form of MT-bench's questions")
+    parser.add_argument("--prompts", type=Path, help="a file in the format of MT-bench's questions")
     parser.add_argument("--outputs", type=int, default=240)
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--guessable", type=int, default=8192)

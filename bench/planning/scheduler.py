@@ -1,19 +1,14 @@
-"""Measures the scheduler's CPU time in microseconds: python -m bench scheduler [PEER]. The last line of the output is
-JSON with these members:
+"""Measures the scheduler's CPU time in microseconds: python -m bench scheduler [PEER]. The last line is JSON:
 
-- `us_per_seq_step`: the time to plan a step and to apply its answer in steady decoding with prefix caching, divided by
-  the number of running sequences. `PEER` is the path of a Python that can import vllm. With `PEER`, vLLM's scheduler is
-  measured in turn with pagewire's scheduler (`bench/systems/peer_vllm_scheduler.py`), and the ratio of their times is
-  printed as `vllm_over_ours`.
-- `us_per_step_by_waiting`: the time of a step of 256 sequences while few or many requests wait.
-- `us_per_step_by_workers`: the time to plan a step of 32 sequences for one worker. The worker's planner either has a
-  waiting queue for itself, or shares the queue with the planners of 999 other workers. The benchmark runs 1,000
-  planners of each kind in turn. The time is the mean over as many steps as fill a block, and the median over workers. A
-  worker's measured steps run one after the other, after the same number of steps that warm the processor's caches. For
-  `us_per_step_by_workers_cold`, each worker runs one step in turn, so that at each step the processor's caches contain
-  the sequences of other workers.
-- `codec_us`: the time to encode one step of 256 sequences and to decode its answer. One in 16 sequences receives a new
-  block.
+- `us_per_seq_step`: planning a step and applying its answer, per running sequence, in steady decoding with prefix
+  caching. PEER is a Python that can import vllm, whose scheduler is measured in turn
+  (`bench/systems/peer_vllm_scheduler.py`) for the ratio `vllm_over_ours`.
+- `us_per_step_by_waiting`: a step of 256 sequences while few or many requests wait.
+- `us_per_step_by_workers`: planning a step of 32 sequences for a worker that has its own queue, or shares it with 999
+  others. The mean over as many steps as fill a block, after as many to warm the processor's caches; the median over
+  workers. For `us_per_step_by_workers_cold`, workers run one step in turn, so that the caches contain other workers'
+  sequences.
+- `codec_us`: encoding a step of 256 sequences, one in 16 with a new block, and decoding its answer.
 """
 
 import argparse
@@ -47,7 +42,7 @@ from scheduler_service.wire.codec import decode_model_output, encode_scheduler_o
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The load with which pagewire's scheduler and vLLM's scheduler are measured."""
+    """The load for pagewire's and vLLM's scheduler."""
 
     prompt_tokens: int = 64
     block_size: int = 16
@@ -62,7 +57,7 @@ NUM_ROUNDS = 5
 NUM_WORKERS = 1000
 SEQS_A_WORKER = 32
 NUM_EARLIER_SEQUENCES = 1_000_000  # Sequence ids are as in a long session: small ids need fewer bytes.
-# PEER_ENVIRONMENT forbids that vLLM downloads files, or writes log lines to stdout that could be parsed as answers.
+# vLLM must not download files, or write log lines to stdout that could be parsed as answers.
 PEER_PROGRAM = Path(__file__).parents[1] / "systems" / "peer_vllm_scheduler.py"
 PEER_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -73,7 +68,7 @@ _numbers = count()
 
 
 class Peer:
-    """vLLM's scheduler in a separate process, which measures a round of steps on request."""
+    """vLLM's scheduler in a separate process."""
 
     def __init__(self, python: str) -> None:
         self._failure = f"bench scheduler: {python} could not measure vLLM's scheduler"
@@ -107,7 +102,7 @@ class Peer:
 def make_scheduler(
     num_seqs: int, *, queue: WaitingQueue | None = None, num_blocks_each: int = LOAD.num_blocks_each
 ) -> Scheduler:
-    """A scheduler with `num_seqs` running sequences whose prompts have been computed."""
+    """`num_seqs` running sequences whose prompts have been computed."""
     config = SchedulerConfig(
         block_size=LOAD.block_size,
         num_device_blocks=num_seqs * num_blocks_each,
@@ -140,7 +135,7 @@ def step(scheduler: Scheduler) -> SchedulerOutput:
 
 
 def us_of_steps(scheduler: Scheduler, num_steps: int) -> float:
-    """Mean microseconds per step, measured over several steps in steady decoding."""
+    """Mean microseconds per step in steady decoding."""
     tokens = [7] * len(scheduler.running)
     began = time.perf_counter()
     for _ in range(num_steps):
@@ -150,15 +145,13 @@ def us_of_steps(scheduler: Scheduler, num_steps: int) -> float:
 
 
 def fastest(*measures: Callable[[], float]) -> list[float]:
-    """The shortest time of each of the `measures` over several rounds, because other programs on the machine only add
-    time. The measures run in turn, so that other programs affect all measures.
-    """
+    """The shortest time of each measure over several rounds, in turn: other programs only add time, to all measures."""
     rounds = [[measure() for measure in measures] for _ in range(NUM_ROUNDS)]
     return [min(figures) for figures in zip(*rounds, strict=True)]
 
 
 def us_per_seq_step(size: int, peer: Peer | None) -> list[float]:
-    """Microseconds of a scheduler for each sequence of a step: pagewire's, then vLLM's if `peer` is given."""
+    """Microseconds for each sequence of a step: pagewire's, then vLLM's if `peer` is given."""
     scheduler = make_scheduler(size)
     measures: list[Callable[[], float]] = [lambda: us_of_steps(scheduler, LOAD.num_steps)]
     if peer:
@@ -175,9 +168,7 @@ def us_per_step_by_waiting() -> dict[int, float]:
 
 
 def us_per_step_by_workers() -> tuple[dict[int, float], dict[int, float]]:
-    """Microseconds per step, by the number of workers that share a queue: first with warm and then with cold processor
-    caches.
-    """
+    """Microseconds per step, by the number of workers that share a queue, with warm and cold caches."""
     queue = WaitingQueue()
     fleets = {
         1: [make_scheduler(SEQS_A_WORKER, num_blocks_each=16) for _ in range(NUM_WORKERS)],
@@ -201,9 +192,7 @@ def us_per_step_by_workers() -> tuple[dict[int, float], dict[int, float]]:
 
 
 def codec_cost() -> tuple[float, int]:
-    """Microseconds to encode a step and decode its answer, protobuf's serialisation included, and the size of the
-    encoded step in bytes.
-    """
+    """Microseconds to encode a step and decode its answer, and the encoded step's bytes."""
     scheduler = make_scheduler(256)
     outputs = [step(scheduler) for _ in range(16)]
     for group in scheduler.running:

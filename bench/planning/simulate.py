@@ -1,30 +1,22 @@
-"""Simulates whole traces with pagewire's real scheduler and simulated workers on a virtual clock: python -m bench
-simulate TRACE.csv …
+"""Simulates traces with the real scheduler on a virtual clock: python -m bench simulate TRACE.csv …
 
-Each trace runs with 1, 8 and 1,000 simulated workers under every scheduling policy. The trace's arrival rate is
-increased until requests have to wait, because policies differ only if requests wait. The traces do not say which tenant
-sent a request, so tenants are assigned at random. One tenant sends 80% of the requests, and four light tenants send 5%
-each. 10% of every tenant's requests are urgent. The first table lists:
+Each trace runs with 1, 8 and 1,000 workers under every policy, so fast that requests wait. One tenant, at random, sends
+80% of the requests, four light tenants 5% each; 10% of every tenant's are urgent. The first table lists:
 
-- the p99 of the time to first token (TTFT) in seconds, for all requests, for the light tenants' requests and for urgent
-  requests;
-- the service gap: the largest difference between the services that two tenants received while both had waiting
-  requests, in thousands of tokens (`scheduler_service/simulation/fairness.py`);
+- the p99 of the time to first token (TTFT) in seconds, of all, the light tenants' and urgent requests;
+- the service gap: the largest difference between two waiting tenants' services, in thousands of tokens
+  (`scheduler_service/simulation/fairness.py`);
 - the number of preemptions in each mode.
 
-A second table shows the gain of placing requests on the best worker, under three loads on 8 workers. In the first load,
-one of the workers is slow: each of its steps takes four times as long. In the second load, the requests are turns of
-conversations. In the third load, four branches of a conversation send each turn at once, as agents do. Each load runs
-with pagewire's balancer and with the placement policy "first come", under which the worker that plans first takes all
-requests for which it has room.
+The second table compares pagewire's balancer with "first come", where the worker that plans first takes all requests
+for which it has room, on 8 workers: one of them four times as slow, turns of conversations, or four branches of a
+conversation at once, as agents send them.
 
-A third table shows how latency improves if a step computes only a limited number of tokens of each long prompt. One
-worker receives the trace's requests of up to 512 prompt tokens. Every 400 seconds the worker also receives several long
-prompts, which together fill a hundred steps. The table lists the TTFT of the short requests that arrived while a long
-prompt was in flight.
+The third table shows how a limit on a long prompt's tokens in a step improves latency. One worker receives the trace's
+requests of up to 512 prompt tokens, and every 400 seconds long prompts that fill a hundred steps. It lists the TTFT of
+the short requests that arrived meanwhile.
 
-One simulation runs on each core at a time, so the real time of a simulation also depends on the other simulations. The
-last line of the output is JSON.
+One simulation runs on each core at a time, so real times depend on the others. The last line is JSON.
 """
 
 import argparse
@@ -51,17 +43,15 @@ from scheduler_service.simulation.simulator import RequestTimes, Simulator
 from scheduler_service.simulation.summary import percentiles, ttft
 from scheduler_service.simulation.trace import Arrival, read_trace
 
-# Factors by which a trace's arrival rate is multiplied, by number of workers. With a factor of 1/6 for each worker, the
-# conversation trace keeps workers with the built-in cost model busy. For a thousand workers, a trace of one hour is
-# compressed to seven seconds, because with a smaller factor no request waits.
+# Factors on a trace's arrival rate, by number of workers. 1/6 for each keeps workers with the built-in cost model busy.
+# For a thousand, an hour is compressed to seven seconds, because otherwise no request waits.
 SPEEDUPS = {1: 1 / 6, 8: 8 / 6, 1000: 500.0}
 HEAVY = "heavy"
 TENANTS = {HEAVY: 0.8, "light 1": 0.05, "light 2": 0.05, "light 3": 0.05, "light 4": 0.05}
 URGENT = -100  # so urgent that ageing never makes another request more urgent
 PRIORITIES = {0: 0.9, URGENT: 0.1}
 
-# Factor by which a trace's arrival rate is multiplied to measure placement. With a factor of 0.8, workers have room for
-# more requests most of the time; if only one worker had room, placement would have no choice.
+# With 0.8, several workers have room most of the time; otherwise placement would have no choice.
 PLACEMENT_SPEEDUP = 0.8
 PLACEMENT_REQUESTS = 6_000
 SLOWNESS = {7: 4.0}
@@ -77,7 +67,7 @@ Row = dict[str, str | int | float]
 
 
 class FirstCome(Balancer):
-    """The placement policy "first come": the worker that plans first takes all requests for which it has room."""
+    """The worker that plans first takes all requests for which it has room."""
 
     def has_others(self, member: Member) -> bool:  # noqa: ARG002
         return False
@@ -199,7 +189,7 @@ COLUMNS = {
 
 
 def table_of(report: list[Row], columns: dict[str, str], last: str) -> Table:
-    """Make a table of the report's rows. A separator line follows each row in which a value equals `last`."""
+    """A separator follows each row in which a value equals `last`."""
     table = Table()
     for heading in columns:
         is_name = heading in ("trace", "policy", "load", "placement")

@@ -1,13 +1,11 @@
-"""Measures the texts per second of pagewire's Embed call and of sentence-transformers, on the same cores in turn, and
-the difference of their vectors.
+"""Compares the texts per second and vectors of the Embed call and of sentence-transformers, on the same cores in turn.
 
-    python -m bench embeddings MODEL [--tokens 16,128,512,mixed] [--texts 512] [--rounds 3] [--peer FOLDER]
+python -m bench embeddings MODEL [--tokens 16,128,512,mixed] [--texts 512] [--rounds 3] [--peer FOLDER]
 
-MODEL is the folder of a model that both systems can read, for example all-MiniLM-L6-v2. The texts are random words. All
-texts of a load have the same number of tokens or, in the load `mixed`, any number up to the model's longest text.
-sentence-transformers receives all texts in one call and sorts the texts by length. Only one system computes at a time.
-If sentence-transformers is not installed, install it to a folder for `--peer`: `pip install --target FOLDER --no-deps
-sentence-transformers scikit-learn scipy`, together with its requirements that are missing.
+MODEL is a folder that both can read, such as all-MiniLM-L6-v2. Texts are random words, of one length or, in `mixed`, of
+any up to the model's longest. sentence-transformers receives all in one call and sorts them by length. If it is not
+installed, install it for `--peer`: `pip install --target FOLDER --no-deps sentence-transformers scikit-learn scipy`,
+with its missing requirements.
 """
 
 import argparse
@@ -29,9 +27,7 @@ MIXED = "mixed"
 
 
 def make_texts(tokenizer: Any, lengths: Sequence[int], seed: int) -> list[str]:
-    """Random texts of words that are one token each. `lengths` are the texts' numbers of tokens, special tokens
-    included.
-    """
+    """Random words of one token each. `lengths` include special tokens."""
     draw = random.Random(seed)
     words = [word for word in sorted(tokenizer.get_vocab()) if word.isascii() and word.isalpha() and word.islower()]
     around = tokenizer.num_special_tokens_to_add()
@@ -47,7 +43,7 @@ def rate(compute: Callable[[], object], num_texts: int) -> float:
 
 
 def measure(model: str, target: str, kinds: Sequence[str], num_texts: int, rounds: int) -> None:
-    """Measure both systems, and print a line for each kind of texts."""
+    """Print a line for each kind of texts."""
     from sentence_transformers import SentenceTransformer
 
     peer = SentenceTransformer(model, device="cpu")

@@ -1,10 +1,9 @@
-"""Measures the cost of a JSON schema: pagewire's and vLLM's servers answer the same prompts with and without a schema,
-in turn.
+"""Measures the cost of a JSON schema: pagewire and vLLM answer the same prompts with and without one, in turn.
 
-    python -m bench forms [--peer DIR] [--sequences 1,8,32] [--rounds 3]
+python -m bench forms [--peer DIR] [--sequences 1,8,32] [--rounds 3]
 
-Each output is sampled and has 128 tokens. The schema requires a list that is longer than 128 tokens, so no output ends
-early. Without the schema, outputs continue after end-of-sequence tokens.
+Outputs are sampled and have 128 tokens: the schema requires a longer list, and without it outputs continue after
+end-of-sequence tokens.
 """
 
 import argparse
@@ -47,9 +46,7 @@ SCHEMA: dict[str, Any] = {
     },
 }
 Call = Callable[[Sequence[int], bool, int], Awaitable[int]]
-"""A function that generates an output after a prompt, with or without the schema, from a seed. Returns the number of
-output tokens.
-"""
+"""Generates an output after a prompt, with or without the schema, from a seed. Returns its number of tokens."""
 
 
 def ours(client: Client) -> Call:
@@ -79,7 +76,7 @@ def theirs(session: aiohttp.ClientSession) -> Call:
 
 
 async def rate(call: Call, num_sequences: int, has_form: bool, seed: int) -> float:
-    """Output tokens per second of `num_sequences` simultaneous requests."""
+    """Output tokens per second of simultaneous requests."""
     prompts = [
         [1000 + (number * 7919 + seed * 104729 + place * 31) % 20000 for place in range(PROMPT_TOKENS)]
         for number in range(num_sequences)
@@ -117,7 +114,7 @@ async def measure(target: str, vllm: Vllm | None, sequences: Sequence[int], roun
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", type=Path, metavar="DIR", help="as of bench serving")
+    parser.add_argument("--peer", type=Path, metavar="DIR", help="as for bench serving")
     parser.add_argument("--sequences", default="1,8,32")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()

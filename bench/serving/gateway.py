@@ -1,12 +1,10 @@
-"""Measures the cost of HTTP: the same loads are sent to pagewire over gRPC, to pagewire over HTTP, and to vLLM's
-server.
+"""Measures the cost of HTTP: the same loads to pagewire over gRPC, to pagewire over HTTP, and to vLLM's server.
 
-    python -m bench gateway [--peer DIR] [--loads 128x1,128x8,128x32] [--rounds 2]
+python -m bench gateway [--peer DIR] [--loads 128x1,128x8,128x32] [--rounds 2]
 
-Over HTTP, the process `pagewire_client serve` receives completions, which it sends to the scheduler itself, and chats,
-which pass through the gateway process. Prompts consist of words that are one token each. The prompt of a chat has fewer
-words, because the chat template adds tokens; all prompts have the same number of tokens. Each event of an HTTP stream
-counts as one token. If `usage` at the end of the stream reports more tokens, the additional tokens are counted then.
+`pagewire_client serve` sends completions to the scheduler itself, and chats through the gateway process. Prompts are
+words of one token, fewer in chats, whose template adds tokens. Each event counts as one token; if `usage` at the end
+reports more, they are counted then.
 """
 
 import argparse
@@ -40,7 +38,7 @@ READY_SECONDS = 60.0
 
 
 class Http:
-    """A running server with OpenAI's HTTP API. The numbers in a load's prompts are indices into `words`."""
+    """A server with OpenAI's HTTP API. A prompt's numbers are indices into `words`."""
 
     def __init__(
         self, name: str, url: str, pids: Callable[[], list[int]], words: Sequence[str], *, chats: bool = False
@@ -96,7 +94,7 @@ class Http:
 
 
 def words_of(directory: Path) -> list[str]:
-    """Words with a leading space that are always encoded as one token."""
+    """Words with a leading space that are always one token."""
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     words = [f" {piece[1:]}" for piece in sorted(tokenizer.get_vocab()) if piece[0] in "Ġ▁" and piece[1:].isalpha()]
     return [word for word in words if word.isascii() and len(tokenizer.encode(word, add_special_tokens=False)) == 1]
@@ -104,7 +102,7 @@ def words_of(directory: Path) -> list[str]:
 
 @contextmanager
 def serving(target: str) -> Iterator[tuple[str, int]]:
-    """Start `pagewire_client serve`, and yield its URL and its process id. Raises BenchError if it does not start."""
+    """Run `pagewire_client serve`: its URL and process id. Raises BenchError if it does not start."""
     address = free_address()
     command = [sys.executable, "-m", "pagewire_client", "serve", "--target", target, "--listen", address]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
@@ -112,7 +110,7 @@ def serving(target: str) -> Iterator[tuple[str, int]]:
         deadline = time.monotonic() + READY_SECONDS
         while not is_ready(f"http://{address}"):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise BenchError(f"what serves HTTP was not ready within {READY_SECONDS:g} s")
+                raise BenchError(f"the HTTP server was not ready within {READY_SECONDS:g} s")
             time.sleep(0.1)
         yield f"http://{address}", process.pid
     finally:
@@ -122,7 +120,7 @@ def serving(target: str) -> Iterator[tuple[str, int]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", type=Path, metavar="DIR", help="as of bench serving")
+    parser.add_argument("--peer", type=Path, metavar="DIR", help="as for bench serving")
     parser.add_argument("--loads", default="128x1,128x8,128x32,128x64")
     parser.add_argument("--rounds", type=int, default=2)
     arguments = parser.parse_args()

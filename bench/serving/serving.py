@@ -1,10 +1,8 @@
-"""Serves a model with pagewire and with a peer, sends loads to both, and prints their figures: python -m bench serving
---peer DIR.
+"""Sends loads to pagewire and a peer in turn, and prints their figures: python -m bench serving --peer DIR.
 
-The peer is vLLM's CPU build with the same weights (`bench/systems/peer_vllm.py`). Both systems are up at the same time,
-and the same loads are sent to them in turn. Without --peer the peer is the method `generate` of transformers, but only
-for loads that a static batch can represent. The last line of the output is JSON. Its member `ratios` contains
-pagewire's output tokens per second divided by the peer's.
+The peer is vLLM's CPU build with the same weights (`bench/systems/peer_vllm.py`), up at the same time; without --peer
+it is transformers' `generate`, for loads that a static batch can represent. The last line is JSON. `ratios` are output
+tokens per second, pagewire's divided by the peer's.
 """
 
 import argparse
@@ -41,16 +39,16 @@ TRANSFORMERS_LOADS = ("128x1", "128x8", "128x32")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench serving", description="Measures serving, beside a peer.")
+    parser = argparse.ArgumentParser(prog="bench serving", description="Compares serving with a peer.")
     parser.add_argument(
         "--peer",
         type=Path,
         metavar="DIR",
-        help="a folder with venv/, a virtual environment that can run vLLM, and model/, what both systems then serve",
+        help="a folder with venv/, a virtual environment that can run vLLM, and model/, which both systems serve",
     )
-    parser.add_argument("--model", type=Path, help="what ours serves instead: the same weights, as a GGUF file, say")
-    parser.add_argument("--flags", default="", metavar='"--FLAG VALUE …"', help="further ones of our worker")
-    parser.add_argument("--loads", metavar="NAME,…", help="which ones (default: all)")
+    parser.add_argument("--model", type=Path, help="pagewire's model, such as the peer's weights in a GGUF file")
+    parser.add_argument("--flags", default="", metavar='"--FLAG VALUE …"', help="further flags of pagewire's worker")
+    parser.add_argument("--loads", metavar="NAME,…", help="loads (default: all)")
     parser.add_argument(
         "--trace",
         type=Path,

@@ -1,14 +1,12 @@
-"""Compares the speed of pagewire's Transcribe call with faster-whisper and transformers, in turn.
+"""Compares the speed of the Transcribe call with faster-whisper and transformers, in turn.
 
-    python -m bench transcribe MODEL SOUND [--rounds 3] [--streams 1,4] [--dtype float32] [--peers FOLDER]
+python -m bench transcribe MODEL SOUND [--rounds 3] [--streams 1,4] [--dtype float32] [--peers FOLDER]
 
-MODEL is the folder of a Whisper model, and SOUND is a sound file. The benchmark prints real-time factors: the seconds
-that a system takes for a second of sound. A smaller real-time factor is better. Every system decodes greedily, with
-timestamps, in English, while the other systems are idle. With several streams, as many Transcribe calls run at the same
-time. The sounds of these calls differ in their first samples. faster-whisper and transformers transcribe one sound at a
-time, and receive the sounds one after the other. If faster-whisper and ctranslate2 are not installed, install them to a
-folder for `--peers`: `pip install --target FOLDER faster-whisper`. For faster-whisper, the model is converted once,
-into the subfolder `ct2` of MODEL.
+MODEL is the folder of a Whisper model. Prints real-time factors: seconds of computing for a second of sound. All decode
+greedily, with timestamps, in English. Several streams are simultaneous Transcribe calls of sounds that differ in their
+first samples; the others transcribe one after the other. If faster-whisper and ctranslate2 are not installed, install
+them for `--peers`: `pip install --target FOLDER faster-whisper`. The model is converted once, into the subfolder `ct2`
+of MODEL.
 """
 
 import argparse
@@ -31,7 +29,7 @@ Samples = Any
 
 
 def variants(samples: Samples, count: int) -> list[Samples]:
-    """Copies of the sound that no cache contains, because each copy begins slightly later than the previous copy."""
+    """Copies of the sound that begin slightly later each, so that no cache contains them."""
     return [np.roll(samples, 160 * number) for number in range(count)]
 
 
@@ -129,7 +127,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", type=lambda text: [int(part) for part in text.split(",")], default=[1, 4])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--peers", type=Path, help="a folder with faster-whisper in it")
+    parser.add_argument("--peers", type=Path, help="a folder that contains faster-whisper")
     arguments = parser.parse_args()
     with LocalServer(arguments.model, worker_arguments=["--dtype", arguments.dtype, "--no-forms"]) as server:
         measure(arguments, server.target)

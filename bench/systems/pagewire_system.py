@@ -15,10 +15,9 @@ from pagewire_common.connection.channel import open_channel
 
 
 class Pagewire:
-    """A running scheduler and a running worker. `model` is the folder or the GGUF file with the model's weights.
+    """A running scheduler and worker. `model` is a folder or a GGUF file, `flags` are the worker's.
 
-    `cache_gib` is the memory for keys and values in GiB; by default the worker chooses the size. `flags` are additional
-    command-line flags of the worker. Raises ServerError if a service does not start.
+    By default the worker chooses its GiB of keys and values. Raises ServerError if a service does not start.
     """
 
     name = "pagewire"
@@ -58,7 +57,7 @@ class Pagewire:
             yield stream
 
     async def step_split(self) -> StepSplit:
-        """The total time of each phase of the worker's steps since the scheduler started."""
+        """Time of each phase of the worker's steps since the scheduler started."""
         async with open_channel(self._server.admin_target, None) as channel:
             response = await AdminServiceStub(channel).GetClusterState(GetClusterStateRequest())
         (worker,) = response.state.workers

@@ -1,6 +1,4 @@
-"""The peer that is always installed: the method `generate` of transformers, in static batches in one process, without a
-server.
-"""
+"""The peer that is always installed: transformers' `generate`, in static batches in one process, without a server."""
 
 import time
 from pathlib import Path
@@ -19,9 +17,7 @@ class Transformers:
 
     @torch.inference_mode()
     def output_tokens_per_second(self, load: Load) -> float:
-        """Output tokens per second of one static batch with the load's `concurrency` prompts of equal length. To warm
-        up, the model generates a few tokens before the measurement.
-        """
+        """Output tokens per second of a static batch of `concurrency` prompts of equal length, after a warm-up."""
         prompts = torch.tensor(load.prompts(self._model.config.vocab_size, 0)[: load.concurrency])
         output_tokens = load.arrivals[0].output_tokens
         self._generate(prompts, 4)

@@ -1,8 +1,7 @@
-"""Starts vLLM's server with the same weights as pagewire, and sends loads to its OpenAI-compatible HTTP API.
+"""Starts vLLM's server with pagewire's weights, and sends loads to its OpenAI-compatible HTTP API.
 
-vLLM runs with the defaults of `vllm serve`, and with settings from environment variables, for example
-VLLM_CPU_OMP_THREADS_BIND. vLLM's CPU build is started from a folder with `venv/`, a virtual environment that can run
-vLLM, and `model/`, a Hugging Face directory with the model's weights.
+vLLM has the defaults of `vllm serve`, and settings from the environment, such as VLLM_CPU_OMP_THREADS_BIND. The folder
+of its CPU build has a virtual environment `venv/` and a Hugging Face directory `model/`.
 """
 
 import contextlib
@@ -32,7 +31,7 @@ MODEL = "default"
 
 
 class Vllm:
-    """A running vLLM server in a separate process group. Raises BenchError if the server does not start."""
+    """vLLM's server in a separate process group. Raises BenchError if it does not start."""
 
     name = "vLLM"
 
@@ -44,7 +43,7 @@ class Vllm:
         context: int = CONTEXT,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`program` is the command that starts `vllm`. `environment` adds variables to this process's environment."""
+        """`program` starts `vllm`. `environment` is added to this process's."""
         began = time.perf_counter()
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
@@ -114,9 +113,7 @@ class Vllm:
             yield stream
 
     def stop(self) -> None:
-        """Send SIGTERM to the server, which ends its child processes, and then send SIGKILL to all processes that are
-        left in the server's process group.
-        """
+        """Send SIGTERM to the server, then SIGKILL to what is left of its process group."""
         try:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -135,15 +132,13 @@ class Vllm:
 
 
 def vllm_on_cpu(folder: Path, cache_gib: int, *flags: str) -> Vllm:
-    """Start vLLM's CPU build from a folder with `venv/` and `model/`, with `cache_gib` GiB of memory for keys and
-    values.
-    """
+    """vLLM's CPU build from a folder with `venv/` and `model/`."""
     program, environment = cpu_build(folder, cache_gib)
     return Vllm(program, folder / "model", *flags, environment=environment)
 
 
 def cpu_build(folder: Path, cache_gib: int) -> tuple[list[Path], dict[str, str]]:
-    """The command that starts vLLM in the folder's virtual environment, and the environment variables for vLLM."""
+    """The command and environment for vLLM from the folder's virtual environment."""
     return [folder / "venv" / "bin" / "vllm"], {"VLLM_CPU_KVCACHE_SPACE": str(cache_gib)}
 
 
@@ -160,7 +155,7 @@ def _request(prompt: Sequence[int], output_tokens: int) -> dict[str, Any]:
 
 
 def tokens_of(line: bytes) -> int:
-    """The number of tokens in one line of vLLM's event stream. Raises BenchError if the line reports an error."""
+    """Tokens in one line of vLLM's event stream. Raises BenchError if it reports an error."""
     data = line.removeprefix(b"data:").strip()
     if not data or data == b"[DONE]":
         return 0

@@ -1,13 +1,11 @@
-"""Measures the CPU time of vLLM's scheduler. `bench scheduler` runs this file with a Python that can import vllm.
+"""Measures the CPU time of vLLM's scheduler. `bench scheduler` runs it with a Python that can import vllm.
 
-The program's argument is a `bench.planning.scheduler.Load` as JSON. The program first prints vLLM's version. The
-program then reads lines from stdin, each with a number of running sequences. For each line the program prints the mean
-microseconds of a step with this number of sequences.
+The argument is a `bench.planning.scheduler.Load` as JSON. Prints vLLM's version, then for each number of running
+sequences on stdin the mean microseconds of a step.
 
-vLLM's V1 scheduler is constructed as in vLLM's engine core, with prefix caching on and statistics off. The scheduler's
-model has one layer, and its weights are never loaded. Asynchronous scheduling is off, because in the measurement of
-pagewire's scheduler, too, every step's answer arrives before the next step is planned. vLLM's and pagewire's schedulers
-both search outputs for stop tokens, and both receive answers that were prepared before the measurement.
+The V1 scheduler is constructed as in vLLM's engine core, with prefix caching and without statistics, for a model of one
+layer that is never loaded. As in pagewire's measurement, every answer arrives before the next step is planned (no
+asynchronous scheduling), was prepared before, and outputs are searched for stop tokens.
 """
 
 import gc
@@ -45,7 +43,7 @@ STOP_TOKEN, TOKEN = 2, 7
 
 
 def make_scheduler(load: dict[str, Any], num_seqs: int) -> Any:
-    """A vLLM scheduler with `num_seqs` running sequences whose prompts have been computed."""
+    """`num_seqs` running sequences whose prompts have been computed."""
     num_blocks = num_seqs * load["num_blocks_each"]
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(json.dumps(MODEL))

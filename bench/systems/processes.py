@@ -1,4 +1,4 @@
-"""Measures the memory and the CPU time of a system's processes and all their descendants."""
+"""Measures memory and CPU time of processes with all their descendants."""
 
 import signal
 import sys
@@ -8,7 +8,7 @@ import psutil
 
 
 def end_on_signals() -> None:
-    """Make SIGTERM and SIGHUP end the benchmark as Ctrl-C does, so that its child processes are stopped."""
+    """End on SIGTERM and SIGHUP as on Ctrl-C, so that child processes are stopped."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
 
@@ -20,8 +20,8 @@ def _family(pids: Sequence[int]) -> Iterator[psutil.Process]:
 
 
 def memory_mib(pids: Sequence[int]) -> float:
-    """Resident memory of the processes and their descendants in MiB. A memory page that several processes share counts
-    once, if the operating system reports shared pages.
+    """Resident MiB of the processes and their descendants. Shared pages count once, if the operating system reports
+    them.
     """
     infos = [process.memory_full_info() for process in _family(pids)]
     return sum(getattr(info, "pss", info.rss) for info in infos) / 2**20

@@ -1,4 +1,4 @@
-"""The metadata that attention needs in a step: the query rows, the context length and the blocks of each sequence."""
+"""The query rows, context length and blocks of each sequence of a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,54 +10,42 @@ from torch import Tensor
 from kernels.upload import upload
 
 PART_KEYS = 512
-"""Number of keys in a part of a context. Batch-invariant attention computes separate sums for each part of 512 keys.
-The CPU kernels use the same number of keys (kPartKeys)."""
+"""Keys of a part. Batch-invariant attention sums each part separately. The CPU kernels' equal is kPartKeys."""
 
 
 @dataclass(frozen=True)
 class SharedParts:
-    """The parts of contexts that several decodes share, because the decodes' block tables begin with the same blocks.
-    The keys and values of a shared part are read once for all decodes that share it.
-
-    The shared parts of a sequence are the first parts of its context. The sequence attends to all keys of its shared
-    parts, and to at least one key after them. `SharedParts` is ignored by attention with a window or a bias, and by
-    backends that find shared parts themselves.
-    """
+    """The parts of contexts that several decodes share; their keys and values are read once. Shared parts are a
+    context's first, with at least one key after them. Attention with window or bias ignores them, and so do backends
+    that find shared keys themselves."""
 
     items: Tensor
-    """[any number, 3] int32. An item is a shared part with some of the sequences that share it. The columns are the
-    part's number, the index of the item's first entry in `rows`, and the number of the item's entries in `rows`. The
-    number of entries is at most `Ops.shared_tokens`, and 0 for an unused item."""
+    """[items, 3] int32: the part's number, the item's first entry in `rows`, and its number of entries, at most
+    `Ops.shared_tokens` and 0 if unused."""
     rows: Tensor
-    """[any number] int32: the numbers of each item's sequences, for one item after the other."""
+    """[entries] int32: each item's sequences, item after item."""
     num_parts: Tensor
-    """[num_sequences] int32: the number of shared parts of each sequence."""
+    """[num_sequences] int32."""
     most_parts: int
-    """The largest number in `num_parts`, as a number in host memory."""
+    """Maximum of `num_parts`, in host memory."""
 
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """The sequences of a step, with one query token (decodes) or several (chunks). The metadata is built once for a
-    step, and is used by all layers."""
+    """The sequences of a step, with one query token (decodes) or several (chunks). Built once for all layers."""
 
     query_start: Tensor
-    """[num_sequences + 1] int32: the number of each sequence's first query row, followed by the number of all query
-    rows."""
+    """[num_sequences + 1] int32: each sequence's first query row, then the number of all rows."""
     context_lens: Tensor
-    """[num_sequences] int32: the number of tokens in each sequence's context. The last tokens of a context are the
-    query tokens."""
+    """[num_sequences] int32: tokens of each context, which ends with the query tokens."""
     block_tables: Tensor
-    """[num_sequences, width] int32: the numbers of each sequence's blocks. Entries after the end of a context may have
-    any value. Entries for blocks before a sequence's sliding window may also have any value."""
+    """[num_sequences, width] int32. Entries after a context's end or before its window may have any value."""
     max_query_len: int
-    """The largest number of query tokens of a sequence; 0 if there are no sequences. The number is in host memory, so
-    that the host need not wait for the device to launch a kernel."""
+    """Maximum, in host memory, so that a launch need not wait for the device; 0 without sequences."""
     max_context_len: int
-    """The largest number of context tokens of a sequence, as a number in host memory."""
+    """Maximum, in host memory."""
     shared: SharedParts | None = None
-    """Parts of contexts that several sequences share, or None. Only a step in which every sequence has one query token
-    can have shared parts."""
+    """Only if every sequence has one query token."""
 
     @classmethod
     def build(
@@ -67,8 +55,7 @@ class AttentionMetadata:
         block_tables: Tensor,
         device: torch.device,
     ) -> "AttentionMetadata":
-        """Build the metadata of a step from lists in host memory. block_tables is [num_sequences, width] integers, wide
-        enough for the longest context."""
+        """block_tables: [num_sequences, width] integers, wide enough for the longest context."""
         return cls(
             upload(list(accumulate(query_lens, initial=0)), torch.int32, device),
             upload(context_lens, torch.int32, device),

@@ -1,5 +1,4 @@
-"""Checks whether the options of `Ops.paged_attention` may be combined. Every backend calls `check_attention_options`
-before its kernel, so kernels contain no checks."""
+"""Checks the options of `Ops.paged_attention` for all backends, so that kernels need no checks."""
 
 import torch
 from torch import Tensor
@@ -8,17 +7,14 @@ from torch import Tensor
 def check_attention_options(
     query: Tensor, window: int | None, soft_cap: float | None, bias: Tensor | None, causal: bool
 ) -> None:
-    """Raise ValueError if options of paged attention are combined that must not be, or if the bias has a wrong shape or
-    type.
-
-    A soft cap and a bias must not be combined: no network uses both, so it is not defined which of them applies first.
-    """
+    """Raise ValueError for options that exclude each other, or a bias of wrong shape or type. Soft cap and bias exclude
+    each other: no network defines which applies first."""
     if not causal and (window is not None or bias is not None):
-        raise ValueError("attention that is not causal knows no distances: it goes with neither a window nor a bias")
+        raise ValueError("attention that is not causal supports neither a window nor a bias")
     if bias is None:
         return
     if soft_cap is not None:
-        raise ValueError("attention has either a bias or a soft cap, not both")
+        raise ValueError("attention supports a bias or a soft cap, not both")
     fits = bias.ndim == 2 and bias.shape[0] == query.shape[1] and bias.shape[1] > 0
     if not (fits and bias.dtype is torch.float32 and bias.is_contiguous() and bias.device == query.device):
         raise ValueError(

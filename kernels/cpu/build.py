@@ -1,11 +1,8 @@
 """Compiles the CPU kernels: python -m kernels.cpu.build [--all]
 
-The script builds the library for the best instruction set of this machine's processor. With --all, it builds a library
-for each instruction set of the processor's architecture, so that a container image runs on all processors of this
-architecture. Existing libraries are kept. If the compiler or Python's headers are missing, the script prints a line and
-builds nothing; a worker without a library uses eager torch. The compiler must support C++20 and its standard library,
-as GCC 11 does. If the compiler does not support an instruction set, the script prints a line and skips this instruction
-set. A machine whose best instruction set was skipped uses the library for its next best instruction set.
+Builds missing libraries for this processor's best instruction set, or with --all for all sets of its architecture, as
+for container images. The compiler must support C++20, as GCC 11 does. If a tool or a flag is missing, a line is
+printed, and a worker uses the next best library or eager torch.
 """
 
 import argparse
@@ -26,14 +23,13 @@ from pathlib import Path
 from kernels.cpu.library import FLAGS, FOLDER, INSTRUCTION_SETS, SOURCES, library_path, supported
 
 _COMPILER_BYTES = 1.25 * 2**30
-"""Memory that is reserved for each compiler process. The peak memory of GCC 12 is 1.1 GiB for bindings.cpp, and 0.75
-GiB for packing.cpp."""
+"""Bytes reserved for a compiler process. Peaks with GCC 12: bindings.cpp 1.1 GiB, packing.cpp 0.75 GiB."""
 _PARTIAL = "partial-"
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 class BuildError(Exception):
-    """Raised if a library of CPU kernels cannot be built. The error's message contains the compiler's output."""
+    """Raised with the compiler's output if a build fails."""
 
 
 def main() -> None:
@@ -53,16 +49,13 @@ def main() -> None:
 
 
 def build(names: Sequence[str]) -> None:
-    """Build the libraries of CPU kernels that are missing for these instruction sets. Even if several processes call
-    this function, each library is built once.
-
-    Libraries that were built from other versions of the sources are removed afterwards. Raises BuildError.
-    """
+    """Build missing libraries, each once even if several processes call, and remove those of other sources. Raises
+    BuildError."""
     FOLDER.mkdir(exist_ok=True)
     with _alone():
         places = {name: library_path(name) for name in INSTRUCTION_SETS}  # hashes the sources before they are compiled
         absent = {name: places[name] for name in names if not places[name].exists()}
-        for dead in FOLDER.glob(f"{_PARTIAL}*"):  # left by a killed build, since this process holds the lock
+        for dead in FOLDER.glob(f"{_PARTIAL}*"):  # of killed builds: this process has the lock
             shutil.rmtree(dead, ignore_errors=True)
         if absent:
             with tempfile.TemporaryDirectory(prefix=_PARTIAL, dir=FOLDER) as folder:
@@ -72,10 +65,8 @@ def build(names: Sequence[str]) -> None:
 
 
 def known_instruction_sets(names: Sequence[str]) -> list[str]:
-    """The named instruction sets whose flags the compiler accepts. Prints a line for each set that is left out.
-
-    If the compiler accepts no set, returns all names: the compiler has another fault, which the build will report.
-    """
+    """The sets whose flags the compiler accepts; prints those left out. If the compiler accepts none, all: the build
+    will report the compiler's other fault."""
     compiler = _compiler()
     compile_nothing = [compiler, "-E", "-x", "c++", os.devnull]
     codes = {
@@ -93,8 +84,7 @@ def known_instruction_sets(names: Sequence[str]) -> list[str]:
 
 
 def what_is_missing() -> str:
-    """Names what is missing on this machine to build libraries: the compiler or Python's headers. The result is empty
-    if nothing is missing."""
+    """Returns the compiler or Python's headers, whichever is missing, or ""."""
     compiler = _compiler()
     if shutil.which(compiler) is None:
         return f"C++ compiler ({compiler})"
@@ -103,20 +93,18 @@ def what_is_missing() -> str:
 
 
 def num_compilers() -> int:
-    """Number of compiler processes that run at once. The number is limited by the machine's cores and by its free
-    memory."""
+    """As many as cores and free memory allow."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min(cores, _free_bytes() // _COMPILER_BYTES)))
 
 
 def _free_bytes() -> float:
-    """Number of bytes of free memory. The result is the free memory of the machine or of the control group, whichever
-    is less, or infinity if neither is known."""
+    """Free memory of the machine or the control group, whichever is less; infinity if unknown."""
     free = math.inf
     with contextlib.suppress(OSError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    with contextlib.suppress(OSError, ValueError):  # the control group's limit may be "max"
+    with contextlib.suppress(OSError, ValueError):  # the limit may be "max"
         limit = int((_CGROUP / "memory.max").read_text())
         used = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
         free = min(free, limit - int(used["anon"]))
@@ -124,8 +112,7 @@ def _free_bytes() -> float:
 
 
 def _compile(places: dict[str, Path], folder: Path) -> None:
-    """Compile every source file for every instruction set, and link the libraries. The largest source files are
-    compiled first."""
+    """Compile all sources, largest first, and link."""
     begun = time.monotonic()
     sources = sorted(SOURCES.glob("*.cpp"), key=lambda source: -source.stat().st_size)
     jobs = [(name, source) for source in sources for name in places]
@@ -182,7 +169,7 @@ def _compiler() -> str:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Hold a lock during the with block, so that other processes that build in this folder wait."""
+    """Lock the folder against other builds."""
     with (FOLDER / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

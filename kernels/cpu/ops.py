@@ -1,5 +1,4 @@
-"""Implements `kernels.ops.Ops` for CPUs, with the compiled kernels. If no library for this machine has been built,
-importing this module raises ImportError."""
+"""`kernels.ops.Ops` with compiled kernels. The import raises ImportError without a library for this machine."""
 
 import sys
 from functools import partial
@@ -19,7 +18,7 @@ _built = [name for name in supported() if library_path(name).exists()]
 if not _built:
     raise ImportError(f"missing: {what_is_missing()}")
 INSTRUCTION_SET = _built[0]
-"""Name of the instruction set of the loaded library, which is a key of `library.INSTRUCTION_SETS`."""
+"""Key of `library.INSTRUCTION_SETS`."""
 
 _library = load_library(INSTRUCTION_SET)
 
@@ -108,7 +107,7 @@ def add_lora(y: Tensor, x: Tensor, slots: Tensor, weights: LoraWeights) -> None:
 
 
 def pack(weight: Tensor, wide: bool = False) -> Product:
-    # Every product by a packed weight is batch-invariant, so `pack_batch_invariant` is the same function.
+    # All products by packed weights are batch-invariant.
     outputs, inputs = weight.shape
     if not _library.can_pack(inputs):
         return reference.pack_batch_invariant(weight, wide)
@@ -148,8 +147,7 @@ def pack_grouped(weight: GroupedWeight, wide: bool = False) -> Table | None:
         return None
     numbers, scales, minimums, bits, units, _ = weight
     first, second = scales[:, ::2], scales[:, 1::2]
-    # The kernels for w8a8 require that each group of 64 inputs has one scale. 8-bit weights with a scale for each
-    # output (compressed-tensors' W8A8) or for larger groups meet this requirement.
+    # w8a8 needs one scale for each group of 64 inputs, which compressed-tensors' W8A8 and larger groups have, too.
     is_w8a8 = bits == 8 and minimums is None and scales.shape[1] * WEIGHT_GROUP == inputs
     if is_w8a8 and inputs % W8A8_GROUP == 0 and first.equal(second):
         packed = _library.pack_w8a8((numbers ^ 128).view(torch.int8), first.float().contiguous())
@@ -162,8 +160,6 @@ pack_float8 = partial(composed.pack_float8, cast(Ops, sys.modules[__name__]))
 
 
 class _Packed:
-    """A packed weight. Implements `Table`."""
-
     def __init__(self, packed: Tensor, outputs: int, inputs: int, wide: bool) -> None:
         self._packed, self._outputs, self._inputs, self._wide = packed, outputs, inputs, wide
 

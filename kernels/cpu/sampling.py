@@ -1,5 +1,4 @@
-"""The operations of the sampler on a CPU. The operations that are used in every step are compiled C++. The other
-operations are eager torch."""
+"""The sampler on a CPU: operations of every step in C++, others in eager torch."""
 
 from torch import Tensor
 
@@ -11,18 +10,15 @@ __all__ = ["draw", "greedy", "keep", "log_probabilities"]
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """See `kernels.sampling.eager.greedy`."""
     token_ids, largest = _library.greedy(logits.contiguous())
     return token_ids, largest
 
 
 def keep(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-    """See `kernels.sampling.eager.keep`."""
     _library.keep(logits, rows, bits)
 
 
 def draw(logits: Tensor, largest: Tensor, draws: Draws) -> Tensor:
-    """See `kernels.sampling.eager.draw`."""
     token_ids: Tensor = _library.draw(
         logits.contiguous(),
         largest.float(),

@@ -1,1 +1,1 @@
-"""Eager torch code for mixtures of experts, and for the quantisation of weights."""
+"""Eager torch for mixtures of experts and for quantisation."""

@@ -1,5 +1,4 @@
-"""Quantises weight matrices to 8 and 4 bits. The results are rounded integers, and the scales with which the integers
-are dequantised."""
+"""Quantises weight matrices to 8 and 4 bits."""
 
 import torch
 from torch import Tensor
@@ -8,18 +7,14 @@ from torch.nn import functional
 from kernels.ops import GroupedWeight
 
 WEIGHT_GROUP = 32
-"""Number of neighbouring weights of an output that share a scale in int8 and int4."""
+"""Neighbouring weights of an output that share a scale in int8 and int4."""
 
 
 def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise a weight matrix to int8, with a scale for each group of 32 inputs of an output.
-
-    weight is [outputs, inputs]. Returns numbers, [outputs, inputs] int8 within ±127, and scales, [outputs, groups]
-    bf16. The last group of an output may have fewer inputs.
-    """
+    """weight: [outputs, inputs]. Returns [outputs, inputs] int8 within ±127, and scales [outputs, groups] bf16. A group
+    has 32 inputs; the last may have fewer."""
     numbers, scales = [], []
-    # The weight is quantised 4,096 rows at a time. The whole output head of a large vocabulary in float32 would
-    # determine the peak memory of a worker's start.
+    # 4,096 rows at a time: a large output head in float32 would determine the peak memory of a worker's start.
     for rows in torch.split(weight, 4096):
         groups = _groups(rows)
         largest = groups.abs().amax(dim=2).clamp_(min=127 * torch.finfo(torch.bfloat16).tiny)
@@ -30,16 +25,13 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 W8A8_GROUP = 64
-"""Number of neighbouring inputs of an output that share a scale in the scheme w8a8, in which both the weight and x are
-quantised to 8 bits."""
+"""Neighbouring inputs of an output that share a scale in w8a8, where weights and x have 8 bits."""
 
 
 def quantize_w8a8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise a weight matrix to int8 for the scheme w8a8, with a scale for each group of 64 inputs of an output.
-
-    weight is [outputs, inputs]. Returns numbers, [outputs, inputs] int8 within ±127, and scales, [outputs, groups]
-    float32. The last group of an output may have fewer inputs. Raises ValueError if the weight is not finite.
-    """
+    """Quantise to int8 for w8a8. Raises ValueError if the weight is not finite. weight: [outputs, inputs]. Returns
+    [outputs, inputs] int8 within ±127, and scales [outputs, groups] float32. A group has 64 inputs; the last may have
+    fewer."""
     numbers, scales = [], []
     for rows in torch.split(weight, 4096):  # limits memory, see `quantize_int8`
         groups = _groups(rows, W8A8_GROUP)
@@ -53,18 +45,11 @@ def quantize_w8a8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_int4(weight: Tensor) -> GroupedWeight:
-    """Quantise a weight matrix to 4 bits, with a scale and a minimum for each group of 32 inputs of an output, as in
-    GGUF's Q4_1.
-
-    For each group, the function tries several ranges of values, and uses the range with the smallest sum of squared
-    errors. A range that is narrower than the range of the group's weights clips the largest weights, but has a smaller
-    scale.
-
-    weight is [outputs, inputs]. Raises ValueError if a scale exceeds the range of float16.
-    """
+    """Quantise [outputs, inputs] to 4 bits, with scale and minimum for groups of 32 inputs, as GGUF's Q4_1. Of several
+    ranges of values, each group uses the one with the least squared error: narrower ranges clip the largest weights,
+    but have smaller scales. Raises ValueError if a scale exceeds float16."""
     numbers, scales, minimums = [], [], []
-    # Only as many rows are quantised at a time as stay in a core's cache. With 1,000 rows at a time, `quantize_int4`
-    # took twelve times as long.
+    # As many rows as stay in a core's cache; with 1,000 rows, twelve times as long.
     for rows in torch.split(weight, max(1, 2**18 // weight.shape[1])):
         groups = _groups(rows)
         low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
@@ -90,12 +75,11 @@ def quantize_int4(weight: Tensor) -> GroupedWeight:
 
 
 _INT4_SHARES = (1.0, 0.94, 0.88, 0.82)
-"""The ranges that `quantize_int4` tries, as fractions of the range of a group's weights."""
+"""Ranges to try, as fractions of a group's range."""
 
 
 def _fit(numbers: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """The scale and the minimum with which these numbers approximate the weights in `groups` best, rounded to float16.
-    The squared error is minimised."""
+    """Scale and minimum in float16 with the least squared error."""
     mean, mean_of_weights = numbers.mean(2, keepdim=True), groups.mean(2, keepdim=True)
     deviation = numbers - mean
     spread = deviation.square().sum(2, keepdim=True)
@@ -104,7 +88,6 @@ def _fit(numbers: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _groups(rows: Tensor, size: int = WEIGHT_GROUP) -> Tensor:
-    """Split the rows of a weight matrix into groups of inputs, [rows, groups, inputs of a group] float32. The last
-    group of a row is padded with copies of the row's last weight."""
+    """[rows, groups, inputs of a group] float32. The last group is padded with copies of the last weight."""
     padding = (0, -rows.shape[1] % size)
     return functional.pad(rows.float(), padding, mode="replicate").view(len(rows), -1, size)

@@ -1,2 +1,1 @@
-"""Sampling of tokens from logits, in eager torch. These functions are the oracle with which tests compare the faster
-kernels. The module `ops` chooses the kernels for a device."""
+"""Sampling of tokens from logits, in eager torch, the oracle of the tests. `ops` chooses the kernels."""

@@ -1,5 +1,4 @@
-"""The operations of the sampler in eager torch, which choose a token from each row of logits. The functions run on
-every device, and are the oracle with which tests compare the faster kernels."""
+"""The operations of the sampler in eager torch, for every device, and the oracle of the tests."""
 
 from dataclasses import dataclass
 
@@ -15,65 +14,50 @@ __all__ = ["Draws", "draw", "greedy", "keep", "log_probabilities"]
 
 @dataclass(frozen=True)
 class Draws:
-    """Parameters of random draws of tokens from rows of logits. All tensors have the shape [draws], and are on the
-    device of the logits.
-
-    The function `filters.filter_thresholds` defines the filters min_p, top_k and top_p.
-    """
+    """Random draws from rows of logits. Tensors are [draws], on the logits' device. Filters: see
+    `filter_thresholds`."""
 
     rows: Tensor
-    """int64: the number of the row of logits from which a token is drawn."""
+    """int64: row of logits."""
     keys: Tensor
-    """int64: the key of each draw's random numbers, as `noise.row_keys` computes it."""
+    """int64: from `noise.row_keys`."""
     temperature: Tensor
-    """float32, above 0: the temperature, by which logits are divided."""
+    """float32, above 0: divides logits."""
     min_p: Tensor
-    """float32: the minimum probability of a token, as a fraction of the largest probability."""
+    """float32: minimum probability, as a fraction of the largest."""
     top_k: Tensor
-    """int64: the maximum number of tokens that may be drawn; 0 for no limit."""
+    """int64; 0 for no limit."""
     top_p: Tensor
-    """float32: only the likeliest tokens may be drawn, until their probabilities sum to this number; 1 for all
-    tokens."""
+    """float32: the likeliest tokens up to this sum of probabilities; 1 for all."""
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the token with the largest logit in each row, and its logit. Among tokens with equal logits, the token with
-    the lowest id is returned.
-
-    logits is [rows, vocabulary_size], of any float type. Returns tokens, [rows] int64, and their logits, [rows], of any
-    float type. If a row contains NaN or +inf, or if all its logits are -inf, the returned logit is not finite, and the
-    returned token may be any number.
-    """
-    largest = logits.max(dim=-1)  # NaN counts as the largest; max returns the first of equal logits
+    """The largest logit of each row, and its token; among equals the lowest id. logits: [rows, vocabulary_size], any
+    float type. Returns tokens [rows] int64 and logits [rows]. With NaN, +inf or nothing but -inf, the logit is not
+    finite and the token is arbitrary."""
+    largest = logits.max(dim=-1)  # NaN counts as the largest; max returns the first of equals
     return largest.indices, largest.values
 
 
 def keep(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-    """Apply masks to rows of logits, in place. If a token's bit in the mask is 0, its logit becomes -inf. The lowest
-    bit of a byte belongs to the lowest token id.
-
-    logits is [all rows, vocabulary_size] float32, contiguous. rows is [masks] int64, the row to which each mask
-    applies, without duplicates. bits is [masks, at least vocabulary_size / 8] uint8, contiguous.
-    """
+    """Set logits to -inf in place where the mask's bit is 0; the lowest bit of a byte is the lowest token id. logits:
+    [all rows, vocabulary_size] float32, contiguous. rows: [masks] int64, distinct. bits: [masks, at least
+    vocabulary_size / 8] uint8, contiguous."""
     each = bits[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=bits.device) & 1
     banned = each.flatten(1)[:, : logits.shape[1]] == 0
     logits[rows] = logits[rows].masked_fill_(banned, -torch.inf)
 
 
 def draw(logits: Tensor, largest: Tensor, draws: Draws) -> Tensor:
-    """Draw tokens that pass the filters at random from the softmax of `logit / temperature`. The draw is computed as
-    `argmax(logit / temperature + gumbel)` (Gumbel, 1954).
-
-    logits is [rows, vocabulary_size], of any float type. largest is [rows], the largest logit of each row. Returns the
-    drawn tokens, [draws] int64. If the largest logit of a row is not finite, the returned token may be any number.
-    """
+    """Draw from the filtered softmax of `logit / temperature`, as `argmax(logit / temperature + gumbel)` (Gumbel,
+    1954). logits: [rows, vocabulary_size], any float type. largest: [rows]; if not finite, the token is arbitrary.
+    Returns [draws] int64."""
     parts = zip(*(in_small_parts(part, logits) for part in vars(draws).values()), strict=True)
     return torch.cat([_draw(logits, largest, Draws(*part)) for part in parts])
 
 
 def _draw(logits: Tensor, largest: Tensor, draws: Draws) -> Tensor:
-    # The largest logit of a row is subtracted before the division. With a tiny temperature, smaller logits then
-    # overflow to -inf, and no logit becomes +inf or NaN.
+    # After the largest is subtracted, a tiny temperature makes smaller logits -inf, and none +inf or NaN.
     scaled = logits[draws.rows].float()
     scaled -= largest[draws.rows].float()[:, None]
     scaled /= draws.temperature[:, None]

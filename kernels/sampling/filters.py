@@ -1,24 +1,17 @@
-"""Converts the sampling filters min_p, top_k and top_p to a threshold for each row of logits.
-
-The filter min_p applies first, then top_k, and then top_p. Each filter applies to the tokens that the filters before it
-have kept. Tokens with equal logits are kept or dropped together, so the order of such tokens does not matter.
-"""
+"""Converts min_p, top_k and top_p to a threshold for each row of logits. Filters apply in this order, each to the
+tokens kept so far. Equal logits are kept or dropped together."""
 
 import torch
 from torch import Tensor
 
 _CANDIDATES = 1024
-"""Number of largest logits of a row in which the threshold is searched first. If the threshold is not among these
-logits, all logits of the row are sorted. Sorting 49,152 logits takes milliseconds."""
+"""Largest logits among which a threshold is searched first, because sorting 49,152 logits takes milliseconds."""
 
 
 def filter_thresholds(scaled: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Compute the threshold of each row: the smallest scaled logit that passes the filters.
-
-    scaled: scaled logits, [rows, vocabulary_size] float32, which are `(logit - largest) / temperature`, so that each
-    row's maximum is 0. min_p and top_p are [rows] float32. top_k is [rows] int64, 0 for no limit. Returns [rows]. Fan
-    et al. (2018) introduced top_k, Holtzman et al. (2019) top_p, and Nguyen et al. (2024) min_p.
-    """
+    """The smallest scaled logit that passes, [rows]. scaled: [rows, vocabulary_size] float32, `(logit - largest) /
+    temperature`. min_p, top_p: [rows] float32. top_k: [rows] int64, 0 for no limit. Sources: Fan et al. (2018) top_k,
+    Holtzman et al. (2019) top_p, Nguyen et al. (2024) min_p."""
     thresholds = min_p.log()
     rows = ((top_k > 0) | (top_p < 1)).nonzero().squeeze(1)
     vocabulary_size = scaled.shape[1]
@@ -42,12 +35,9 @@ def filter_thresholds(scaled: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tenso
 def _top_k_top_p(
     scaled: Tensor, candidates: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Raise the threshold of each row: first by top_k, and then by top_p over the remaining tokens.
-
-    scaled is [rows, vocabulary_size]. candidates is [rows, width], the largest scaled logits of each row, in descending
-    order. floor is [rows], the thresholds by min_p. top_k and top_p are [rows]. Returns the new thresholds, [rows], and
-    whether each threshold was found among the candidates, [rows] bool.
-    """
+    """Raise thresholds by top_k, then by top_p over the remaining tokens. scaled: [rows, vocabulary_size]. candidates:
+    [rows, width], largest first. floor: [rows], by min_p. top_k, top_p: [rows]. Returns thresholds [rows], and whether
+    each is among the candidates, [rows] bool."""
     width = candidates.shape[1]
     by_rank = candidates.gather(1, (top_k.clamp(max=width) - 1)[:, None]).squeeze(1)
     limits_rank = top_k < scaled.shape[1]
@@ -57,8 +47,7 @@ def _top_k_top_p(
     mass = scaled.exp().masked_fill(scaled < floor[:, None], 0).sum(-1)
     weights = candidates.exp().masked_fill(candidates < floor[:, None], 0)
     cumulative = weights.cumsum(-1)
-    # A token passes top_p if the probabilities of all likelier tokens sum to less than top_p. The likeliest token
-    # always passes.
+    # A token passes if all likelier ones sum to less than top_p; the likeliest always passes.
     in_nucleus = (cumulative - weights < (top_p * mass)[:, None]) & (weights > 0)
     by_mass = candidates.gather(1, in_nucleus.sum(-1, keepdim=True).clamp(min=1) - 1).squeeze(1)
     limits_mass = top_p < 1

@@ -1,8 +1,7 @@
-"""Counter-based random numbers for sampling. Each number is a pure function of (seed, index, position, token), without
-state.
+"""Counter-based random numbers for sampling, pure functions of (seed, index, position, token).
 
-A sequence thus gets the same random numbers if it runs alone, in a batch, after recomputation or on another worker. The
-numbers are computed by wrapping integer arithmetic, which has the same bits on every device and in every language:
+A sequence gets the same numbers alone, in a batch, after recomputation and on another worker. Wrapping integer
+arithmetic has the same bits on every device and in every language:
 
     mix64(x):   x ^= x >> 30;  x *= 0xBF58476D1CE4E5B9;  x ^= x >> 27;  x *= 0x94D049BB133111EB;  x ^= x >> 31
     key         = mix64(mix64(mix64(seed + G) + index * G) + position * G),  G = 0x9E3779B97F4A7C15        (64 bits)
@@ -11,9 +10,8 @@ numbers are computed by wrapping integer arithmetic, which has the same bits on 
     uniform     = ((bits >> 9) + 1/2) * 2**-23            exact in float32, never 0 and never 1
     gumbel      = -log(-log(uniform))                     in (-2.82, 16.64)
 
-All shifts are logical. mix64 is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014). The computation of `bits` is
-a multiply-xorshift hash, with constants from C. Wellons' hash prospector. The hash of a token has only 32 bits to save
-time, because a hash is computed for each row and each token of the vocabulary.
+Shifts are logical. mix64 is SplitMix64's finaliser (Steele, Lea and Flood, 2014); `bits` is a multiply-xorshift hash
+from C. Wellons' hash prospector, in 32 bits to save time over rows and vocabulary.
 """
 
 import torch
@@ -24,19 +22,15 @@ _GOLDEN32 = 0x9E3779B1
 
 
 def row_keys(seeds: Tensor, indices: Tensor, positions: Tensor) -> Tensor:
-    """Compute the key that determines the random numbers of each row of logits.
-
-    seeds is [rows] int64, the bits of the request's unsigned seed. indices is [rows] int64, the output's number within
-    its request. positions is [rows] int64, the new token's position in the sequence. Returns [rows] int64.
-    """
+    """The keys of rows of logits. seeds: [rows] int64, the bits of unsigned seeds. indices: [rows] int64, the output's
+    number in its request. positions: [rows] int64, the new token's position. Returns [rows] int64."""
     golden = _signed(_GOLDEN64, 64)
     return _mix64(_mix64(_mix64(seeds + golden) + indices * golden) + positions * golden)
 
 
 def random_bits(keys: Tensor, num_tokens: int) -> Tensor:
-    """Compute 32 random bits for each row and each token id below `num_tokens`. keys is [rows] int64, from `row_keys`.
-    Returns [rows, num_tokens] int32."""
-    low = keys.to(torch.int32)[:, None]  # the conversion keeps the lower 32 bits
+    """keys: [rows] int64, from `row_keys`. Returns [rows, num_tokens] int32."""
+    low = keys.to(torch.int32)[:, None]  # keeps the lower 32 bits
     high = _shift_right(keys, 32, 64).to(torch.int32)[:, None]
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=keys.device)
     bits = tokens * _signed(_GOLDEN32, 32) + low
@@ -46,14 +40,12 @@ def random_bits(keys: Tensor, num_tokens: int) -> Tensor:
 
 
 def uniform_noise(keys: Tensor, num_tokens: int) -> Tensor:
-    """Compute uniform random numbers in (0, 1). keys is [rows] int64, from `row_keys`. Returns [rows, num_tokens]
-    float32."""
+    """Uniform in (0, 1). keys: [rows] int64. Returns [rows, num_tokens] float32."""
     return (_shift_right(random_bits(keys, num_tokens), 9, 32).float() + 0.5) * 2.0**-23
 
 
 def gumbel_noise(keys: Tensor, num_tokens: int) -> Tensor:
-    """Compute random numbers of the standard Gumbel distribution. With these numbers, `argmax(log p + gumbel)` is a
-    random draw from the distribution p. Returns [rows, num_tokens] float32."""
+    """Standard Gumbel: `argmax(log p + gumbel)` is a draw from p. Returns [rows, num_tokens] float32."""
     return uniform_noise(keys, num_tokens).log_().neg_().log_().neg_()
 
 
@@ -64,11 +56,10 @@ def _mix64(x: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, count: int, width: int) -> Tensor:
-    """Shift x right and fill with zeros. torch's shift fills with copies of the sign bit, which the mask clears."""
+    """torch's shift copies the sign bit, which the mask clears."""
     return (x >> count) & ((1 << (width - count)) - 1)
 
 
 def _signed(constant: int, width: int) -> int:
-    """The signed integer that has the same bits as an unsigned constant. Unsigned constants are converted, because
-    torch has no unsigned arithmetic."""
+    """The signed integer with an unsigned constant's bits, because torch has no unsigned arithmetic."""
     return constant - (1 << width) if constant >> (width - 1) else constant

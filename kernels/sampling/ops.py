@@ -1,5 +1,4 @@
-"""Chooses the backend that computes the sampler's operations on a device. (`kernels.backends` chooses the backend for
-the operations of a decoder layer.)"""
+"""Chooses the backend of the sampler's operations."""
 
 from functools import cache
 from importlib import import_module
@@ -12,8 +11,7 @@ from kernels.sampling import eager
 
 
 class SamplingOps(Protocol):
-    """The operations of the sampler, which each backend implements. The docstrings of `kernels.sampling.eager` define
-    the operations."""
+    """Operations of the sampler, defined by `kernels.sampling.eager`."""
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]: ...
 
@@ -29,7 +27,7 @@ _BACKENDS = {"cpu": "kernels.cpu.sampling", "cuda": "kernels.triton.sampling"}
 
 @cache
 def sampling_ops_for(device: torch.device) -> SamplingOps:
-    """Returns the fastest backend of the sampler's operations that can run on a device."""
+    """The fastest backend for a device."""
     try:
         return cast(SamplingOps, import_module(_BACKENDS[device.type]))
     except (KeyError, ImportError):

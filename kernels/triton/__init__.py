@@ -1,14 +1,6 @@
-"""The GPU's backend for the operations of a decoder layer: implements `kernels.ops.Ops` with Triton kernels. Each
-operation is a function in a file of its own.
-
-The Triton kernels require only torch and triton. Tests compare the kernels' results with `kernels.reference`, the
-oracle. If TRITON_INTERPRET=1 is set before triton is imported, the kernels run slowly on a CPU, in Triton's
-interpreter. Tests on machines without a GPU use the interpreter.
-
-This package has no kernel that moves blocks between device memory and host memory. A block is contiguous in both
-memories, so torch's `copy_` moves a block in one transfer. The GPU's copy engine does this transfer while kernels run.
-A kernel that read host memory would occupy multiprocessors that other kernels need.
-"""
+"""The GPU's backend: `kernels.ops.Ops` in Triton kernels, tested against `kernels.reference`. With TRITON_INTERPRET=1
+set before triton's import, the kernels run slowly on a CPU, as in tests without a GPU. No kernel moves blocks to host
+memory: blocks are contiguous, so torch's `copy_` uses the copy engine while kernels run."""
 
 from kernels.reference import pack_grouped, pack_int4, pack_int8, pack_w8a8, wide_itemsize
 from kernels.triton.attention.attention_by_position import shared_tokens
@@ -27,8 +19,7 @@ from kernels.triton.linear.grouped_linear import grouped_linear, pack_batch_inva
 from kernels.triton.linear.linear import pack
 
 WIDE_PRODUCTS = False
-"""Products with float32 results are assumed to be slower than products with bf16 results. Whether they are slower with
-the GPU libraries has not been measured."""
+"""Assumed, not measured: float32 results are slower than bf16."""
 
 GROUPED_PRODUCTS = True
 

@@ -1,9 +1,5 @@
-"""The batch-invariant backend for GPUs, with which the results of a row have the same bits in any batch.
-
-This backend has its own kernels for products and attention. All other operations are the functions of `kernels.triton`,
-which are always batch-invariant, because these functions sum each row separately, in an order that depends only on the
-row's width.
-"""
+"""The batch-invariant backend for GPUs: other products and attention. The rest of `kernels.triton` is always
+batch-invariant: each row is summed by itself, in an order of its width."""
 
 from functools import partial
 from typing import Any

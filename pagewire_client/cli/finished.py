@@ -9,14 +9,11 @@ from rich.table import Table
 
 from pagewire.v1 import admin_service_pb2 as pb
 
-WIDTH = 150  # width of the table in columns, if the output is no terminal
+WIDTH = 150  # columns, if the output is no terminal
 
 
 def print_requests(requests: Sequence[pb.FinishedRequest]) -> None:
-    """Print the requests, the newest first.
-
-    Durations are in seconds. Preemptions by recomputation and by swap are counted separately.
-    """
+    """Durations are in seconds. Preemptions are by recomputation / by swap."""
     table = Table("ended", "request", "tenant", "why")
     for heading in ("prompt", "cached", "output", "queued", "first token", "pauses", "longest", "all"):
         table.add_column(heading, justify="right")
@@ -49,5 +46,5 @@ def print_requests(requests: Sequence[pb.FinishedRequest]) -> None:
 
 
 def _printable(text: str) -> str:
-    """Remove a terminal's control characters from an id, because another client chose the id."""
+    """Other clients chose the ids, which may contain a terminal's control characters."""
     return "".join(character if character.isprintable() else "�" for character in text)

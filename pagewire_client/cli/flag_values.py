@@ -1,4 +1,4 @@
-"""Parsers for flags and environment variables. An empty environment variable counts as unset."""
+"""Parsers for flags and environment variables. An empty variable counts as unset."""
 
 import argparse
 import os
@@ -15,7 +15,7 @@ _INTEGERS = {
     FieldDescriptor.CPPTYPE_UINT32: (0, (1 << 32) - 1),
     FieldDescriptor.CPPTYPE_UINT64: (0, (1 << 64) - 1),
 }
-"""The smallest and the largest value of a message's integer field, by the field's type."""
+"""Smallest and largest value of a message's integer field, by type."""
 
 
 def from_environment(name: str) -> str | None:
@@ -23,9 +23,7 @@ def from_environment(name: str) -> str | None:
 
 
 def client_setting(name: str) -> str | None:
-    """The value of PAGEWIRE_CLIENT_<NAME>. If this variable is unset, this release still reads the server's variable
-    PAGEWIRE_<NAME>.
-    """
+    """PAGEWIRE_CLIENT_<NAME>, or in this release still the server's PAGEWIRE_<NAME>."""
     if value := from_environment(f"PAGEWIRE_CLIENT_{name}"):
         return value
     if value := from_environment(f"PAGEWIRE_{name}"):
@@ -37,33 +35,28 @@ def client_setting(name: str) -> str | None:
 
 
 def access(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The client's arguments for authentication: API key and certificates."""
     return {"api_key": arguments.api_key, "tls": arguments.tls}
 
 
 def given(text: str) -> str:
-    """Parse a text that is not empty. Raises ArgumentTypeError for an empty text, for example from `--target
-    "$UNSET"`.
-    """
+    """Raises ArgumentTypeError for an empty text, for example from `--target "$UNSET"`."""
     if not text:
         raise argparse.ArgumentTypeError("it is empty")
     return text
 
 
 def folder(text: str) -> Path:
-    """Parse a path. Raises ArgumentTypeError for an empty text, because pathlib would read an empty text as the current
-    folder.
-    """
+    """Raises ArgumentTypeError for an empty text, which pathlib would read as the current folder."""
     return Path(given(text))
 
 
 def whole_number(least: int, most: int) -> Callable[[str], int]:
-    """Return a parser of integers from `least` to `most`. The parser raises ArgumentTypeError for an invalid text."""
+    """A parser of integers in [least, most]. The parser raises ArgumentTypeError."""
 
     def parse(text: str) -> int:
         try:
             number = int(text)
-        except ValueError:  # int() also raises ValueError for a number with thousands of digits
+        except ValueError:  # also for thousands of digits
             raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number") from None
         if not least <= number <= most:
             raise argparse.ArgumentTypeError(f"{text[:40]} is not in [{least}, {most}]")
@@ -73,12 +66,11 @@ def whole_number(least: int, most: int) -> Callable[[str], int]:
 
 
 def integer_of(message: type[Message], field: str) -> Callable[[str], int]:
-    """Return a parser of the integers that a message's field can hold."""
     return whole_number(*_INTEGERS[message.DESCRIPTOR.fields_by_name[field].cpp_type])
 
 
 def seconds(least: float, most: float = float("inf")) -> Callable[[str], float]:
-    """Return a parser of seconds from `least` to `most`. The parser raises ArgumentTypeError for an invalid text."""
+    """A parser of seconds in [least, most]. The parser raises ArgumentTypeError."""
 
     def parse(text: str) -> float:
         try:

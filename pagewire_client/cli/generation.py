@@ -19,7 +19,7 @@ from pagewire_client.prompts import EncoderPrompt, Prompt
 
 
 async def stream(client: Client, prompt: Prompt, sampling: pb.SamplingParams, **options: Any) -> str:
-    """Print an answer as it is generated, then the speed of generation. Returns the answer's text."""
+    """Returns the answer's text."""
     began = time.perf_counter()
     first = None
     text, num_tokens, metrics = "", 0, pb.RequestMetrics()
@@ -29,7 +29,7 @@ async def stream(client: Client, prompt: Prompt, sampling: pb.SamplingParams, **
         text += response.text
         sys.stdout.write(response.text)
         sys.stdout.flush()
-        metrics = response.metrics  # the stream's last message contains the request's metrics
+        metrics = response.metrics  # the last message contains the metrics
     ended = time.perf_counter()
     sys.stdout.write("\n")
     sys.stdout.flush()
@@ -51,9 +51,7 @@ async def generate(arguments: argparse.Namespace, target: str) -> None:
 
 
 def chat(arguments: argparse.Namespace, target: str) -> None:
-    """Run a conversation. The event loop runs only while the model answers, so Ctrl-C also ends the command while it
-    waits for the user's input.
-    """
+    """The event loop runs only while the model answers, so Ctrl-C also ends a wait for the user's input."""
     messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
 
     async def answer(conversation: Prompt) -> str:
@@ -71,7 +69,6 @@ def chat(arguments: argparse.Namespace, target: str) -> None:
 
 
 def _lines() -> Iterator[str]:
-    """Yield the user's input, line by line, until it ends."""
     with contextlib.suppress(EOFError):
         while True:
             if line := input("> " if sys.stdin.isatty() else "").strip():

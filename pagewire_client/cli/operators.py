@@ -16,9 +16,7 @@ DRAIN_LOOK_SECONDS = 0.5
 
 
 def new_key(arguments: argparse.Namespace) -> None:
-    """Create an API key. Print the key to stderr. Print the line that operators add to the file of keys to stdout:
-    `new-key alice >> keys.toml`.
-    """
+    """Print an API key to stderr, and its lines for the file of keys to stdout: `new-key alice >> keys.toml`."""
     for name, value in (("id", arguments.id), ("--tenant", arguments.tenant)):
         if not re.fullmatch(r"[\w.@:-]{0,64}", value) or (name == "id" and not value):
             raise ValueError(f"{name} is {value!r}; it may have up to 64 letters, digits and . @ : - _")
@@ -48,9 +46,7 @@ async def drain(arguments: argparse.Namespace, target: str) -> None:
 
 
 async def _until_drained(admin: Admin, address: str) -> None:
-    """Wait until the scheduler has no session with a drained worker. Print the number of the worker's remaining
-    requests, and finally why the session ended.
-    """
+    """Wait until the scheduler has no session with a drained worker, and print the worker's remaining requests."""
     said = ""
     async for event in admin.watch(DRAIN_LOOK_SECONDS):
         if isinstance(event, Lost):
@@ -68,7 +64,6 @@ async def _until_drained(admin: Admin, address: str) -> None:
 
 
 def _without_session(worker: WorkerState | None, address: str) -> str:
-    """The sentence that tells an operator why a worker has no session."""
     if worker is None:
         return f"{address} has left: the scheduler's list of workers does not have it"
     reason = worker.last_error or "none was opened since the scheduler started"

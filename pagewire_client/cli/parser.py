@@ -20,8 +20,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--tls",
         metavar="FOLDER",
         type=folder,
-        help="connect by TLS, with its ca.crt, and its tls.crt and tls.key where the server wants a certificate. An "
-        "API key is taken from the environment: PAGEWIRE_CLIENT_API_KEY",
+        help="connect by TLS with the folder's ca.crt, and with its tls.crt and tls.key if the server asks for a "
+        "certificate. The API key is read from the environment variable PAGEWIRE_CLIENT_API_KEY",
     )
     server = argparse.ArgumentParser(add_help=False, parents=[tls])
     server.add_argument(
@@ -39,7 +39,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="SECONDS",
         type=seconds(0),
         default=RETRY_SECONDS,
-        help="how long to wait for a --target that is not there or has no worker; 0 leaves it to the server "
+        help="how long to wait for a --target that cannot be reached or has no worker; 0: as long as the server waits "
         "(default %(default)g)",
     )
 
@@ -49,12 +49,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     generate = commands.add_parser("generate", parents=[common], help="continue a prompt")
     generate.add_argument("prompt", help="the prompt; - reads it from stdin")
     kinds = generate.add_mutually_exclusive_group()
-    kinds.add_argument("--chat", action="store_true", help="put the prompt through the model's chat template")
-    kinds.add_argument("--encoder", action="store_true", help="have the encoder read it that such models have")
+    kinds.add_argument("--chat", action="store_true", help="format the prompt with the model's chat template")
+    kinds.add_argument(
+        "--encoder", action="store_true", help="for encoder-decoder models: give the prompt to the encoder"
+    )
     generate.add_argument(
         "--parse-special-tokens",
         action="store_true",
-        help="read special tokens in the prompt as such: it was templated elsewhere",
+        help="parse special tokens in the prompt, for prompts that have the chat template's format already",
     )
     chat = commands.add_parser("chat", parents=[common], help="talk with the model; Ctrl-D ends")
     chat.add_argument("--system", help="the system message")
@@ -68,9 +70,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         except ValueError as error:
             parser.error(str(error))
     if getattr(parsed, "model", None) and parsed.target:
-        parser.error(f"--model is for a server of the command's own; the target {parsed.target} runs already")
+        parser.error(
+            f"--model is for a server that the command starts, but the target {parsed.target} is a running server"
+        )
     if parsed.command != "new-key" and not parsed.target and parsed.command != "serve":
-        parsed.retry_for = 0.0  # without a target, the command's own server is not restarted, so retries are useless
+        parsed.retry_for = 0.0  # the command's own server is never restarted
     if parsed.command != "new-key":
         _take_credentials(parsed)
     if parsed.command == "serve":
@@ -82,10 +86,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def _take_credentials(parsed: argparse.Namespace) -> None:
-    """Read the target's credentials from the environment.
-
-    If a command starts its own server, the client uses plain text and the server's key.
-    """
+    """Read the credentials from the environment. A command's own server uses plain text and its own key."""
     if not parsed.target:
         parsed.tls, parsed.api_key = None, from_environment("PAGEWIRE_API_KEY") or ""
         return

@@ -1,7 +1,6 @@
 """The command line's flags for the fields of requests.
 
-A field of a request has a flag of the same name, or is the command's input (for example the prompt). `WITHOUT_FLAG`
-lists all fields of requests without a flag, each with the reason.
+A field has a flag of the same name, is the command's input, or is listed in `WITHOUT_FLAG`.
 """
 
 import argparse
@@ -31,12 +30,12 @@ SAMPLING = {
     "include_stop_str_in_output": "keep the text of the stop that was hit",
     "skip_special_tokens": "leave special tokens out of the text",
     "logit_bias": "TOKEN_ID=BIAS, added to the token's logit; may be repeated",
-    "allowed_token_ids": "only such tokens may be chosen; may be repeated",
+    "allowed_token_ids": "token that may be chosen, if not every token may; may be repeated",
     "bad_words": "text that may not appear in the output; may be repeated",
     "json_schema": "JSON schema that the output must fit; @FILE reads it from a file",
-    "strict": "JSON schema: no keys but those that it names, whatever the server's setting",
+    "strict": "JSON schema: allow only keys that the schema names; overrides the server's setting",
     "regex": "regular expression that the whole output must match",
-    "choice": "text that the output must be, or be one of where it is repeated",
+    "choice": "text that the output must equal; may be repeated for several choices",
     "grammar": "grammar, in Lark's syntax or as GBNF, that the output must fit; @FILE reads it from a file",
     "length_penalty": "beam search: scores are divided by length to this power",
     "early_stopping": "beam search: stop as soon as --beam-width outputs are complete",
@@ -45,7 +44,7 @@ SAMPLING = {
 
 WITHOUT_FLAG: Mapping[str, Mapping[str, str]] = {
     "GenerateRequest": {
-        "request_id": "a command's stream ends with the command, so nothing need name it",
+        "request_id": "the request ends with its command, so its id is never needed",
         "token_ids": "the prompt is text",
         "encoder_token_ids": "the prompt is text",
         "encoder_sound": "`transcribe` hears sounds",
@@ -71,7 +70,6 @@ _METAVARS = {
 
 
 def request_parser(*parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """A parser of the flags that all commands with a request have."""
     parser = argparse.ArgumentParser(add_help=False, parents=parents)
     parser.add_argument("--lora-name", metavar="NAME", default="", help="the low-rank adapter to apply")
     parser.add_argument("--tenant", metavar="NAME", default="", help="the tenant that the request belongs to")
@@ -91,14 +89,13 @@ def request_parser(*parents: argparse.ArgumentParser) -> argparse.ArgumentParser
 
 
 def request_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The values of the flags of `request_parser`, as arguments of the client's methods."""
+    """The flags of `request_parser`, as arguments of the client's methods."""
     return {name: getattr(arguments, name) for name in ("lora_name", "tenant", "priority", "cache_salt")}
 
 
 def sampling_parser(*parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """A parser with a flag for each field in `SAMPLING`."""
     parser = argparse.ArgumentParser(add_help=False, parents=parents)
-    group = parser.add_argument_group("how tokens are chosen (what is not set is as the model has it)")
+    group = parser.add_argument_group("how tokens are chosen (defaults: the model's)")
     for name, text in SAMPLING.items():
         field = pb.SamplingParams.DESCRIPTOR.fields_by_name[name]
         flag = f"--{name.replace('_', '-')}"
@@ -115,10 +112,7 @@ def sampling_parser(*parents: argparse.ArgumentParser) -> argparse.ArgumentParse
 
 
 def sampling_params(arguments: argparse.Namespace) -> pb.SamplingParams:
-    """The sampling parameters from the flags of `sampling_parser`.
-
-    Raises ValueError if flags contradict each other or a number is out of range.
-    """
+    """Raises ValueError if flags contradict each other or a number is out of range."""
     given = {name: value for name in SAMPLING if (value := getattr(arguments, name)) is not None}
     if not getattr(arguments, "encoder", False):
         given.setdefault("max_tokens", MAX_TOKENS)
@@ -158,9 +152,7 @@ def _parser(name: str) -> Any:
 
 
 def _text_or_file(text: str) -> str:
-    """Parse a text, or the name of a file that contains the text. Raises ArgumentTypeError for a file that cannot be
-    read.
-    """
+    """Read a text or @FILE. Raises ArgumentTypeError for a file that cannot be read."""
     if not text.startswith("@"):
         return text
     try:
@@ -170,7 +162,7 @@ def _text_or_file(text: str) -> str:
 
 
 def _bias(text: str) -> tuple[int, float]:
-    """Parse TOKEN_ID=BIAS. Raises ArgumentTypeError for an invalid text."""
+    """Parse TOKEN_ID=BIAS. Raises ArgumentTypeError."""
     token_id, _, bias = text.partition("=")
     try:
         return int(token_id), float(bias)

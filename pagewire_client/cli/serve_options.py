@@ -1,4 +1,4 @@
-"""The options of `pagewire_client serve`. Parsing the options does not require the gateway's libraries."""
+"""The options of `pagewire_client serve`, which are parsed without the gateway's libraries."""
 
 import argparse
 import os
@@ -24,28 +24,28 @@ def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", s
         metavar="FOLDER",
         type=folder,
         default=from_environment("PAGEWIRE_HTTP_TLS"),
-        help="serve HTTPS, with its tls.crt and tls.key",
+        help="serve HTTPS with the folder's tls.crt and tls.key",
     )
     serve.add_argument(
         "--http-mutual-tls",
         action="store_true",
         default=_is_on("PAGEWIRE_HTTP_MUTUAL_TLS"),
-        help="with --http-tls: clients need a certificate that its ca.crt vouches for",
+        help="with --http-tls: require client certificates that the folder's ca.crt has signed",
     )
     serve.add_argument(
         "--max-connections",
         metavar="NUMBER",
         type=whole_number(1, 1 << 30),
         default=4096,
-        help="connections of HTTP clients at once; those beyond it are closed (default %(default)d)",
+        help="HTTP connections at once; further connections are closed (default %(default)d)",
     )
     serve.add_argument(
         "--receive-timeout",
         metavar="SECONDS",
         type=seconds(0.001, 86_400),
         default=60.0,
-        help="how long a connection may be open, or idle after an answer, until the head of a request has come, and "
-        "how long the body may take that follows (default %(default)g)",
+        help="time limit for the head of a request, from the connection's start or the previous answer, and for the "
+        "request's body (default %(default)g)",
     )
     serve.add_argument(
         "--otlp-traces-endpoint",
@@ -56,9 +56,7 @@ def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", s
 
 
 def http_listen(arguments: argparse.Namespace) -> str:
-    """HOST:PORT from the flags. If no flag is set, the environment defines HOST:PORT. Raises ValueError if flags
-    contradict each other.
-    """
+    """HOST:PORT from the flags, or else the environment. Raises ValueError if flags contradict each other."""
     whole, host, port = arguments.listen, arguments.host, arguments.port
     if whole is not None:
         if host is not None or port is not None:
@@ -79,7 +77,7 @@ def http_listen(arguments: argparse.Namespace) -> str:
 
 
 def _is_on(name: str) -> bool:
-    """The boolean value of an environment variable. If the value means neither true nor false, the command ends."""
+    """An environment variable's boolean. If it is neither true nor false, the command ends."""
     word = os.environ.get(name, "").lower()
     if word in ("", "0", "false", "no", "off", "n", "f"):
         return False

@@ -10,7 +10,7 @@ from pagewire_client.prompts import Sound
 
 
 def _sound(text: str) -> Sound:
-    """Read a sound file before any server is started. Raises ArgumentTypeError for a file that cannot be read."""
+    """Read a sound file before any server is started. Raises ArgumentTypeError."""
     try:
         return Sound.read(Path(text))
     except ValueError as error:
@@ -20,7 +20,9 @@ def _sound(text: str) -> Sound:
 def add_texts(
     commands: "argparse._SubParsersAction[argparse.ArgumentParser]", request: argparse.ArgumentParser
 ) -> None:
-    embed = commands.add_parser("embed", parents=[request], help="make vectors of texts: a JSON list a line")
+    embed = commands.add_parser(
+        "embed", parents=[request], help="compute vectors of texts, printed as one JSON list a line"
+    )
     embed.add_argument("texts", metavar="TEXT", nargs="+")
     embed.add_argument(
         "--pooling",
@@ -28,7 +30,7 @@ def add_texts(
         help="how the states of a text's tokens become its vector (default: the model's); all: a vector for each token",
     )
     embed.add_argument(
-        "--normalize", action=argparse.BooleanOptionalAction, help="make vectors 1 long (default: the model's)"
+        "--normalize", action=argparse.BooleanOptionalAction, help="scale vectors to length 1 (default: the model's)"
     )
     embed.add_argument(
         "--dimensions",
@@ -37,7 +39,9 @@ def add_texts(
         help="leading numbers of each vector to keep; 0 for all",
     )
     embed.add_argument("--truncate", action="store_true", help="cut texts that are too long for the model")
-    score = commands.add_parser("score", parents=[request], help="how well documents answer a query, the best first")
+    score = commands.add_parser(
+        "score", parents=[request], help="score how well documents answer a query, the best first"
+    )
     score.add_argument("query")
     score.add_argument("documents", metavar="DOCUMENT", nargs="+")
     score.add_argument(
@@ -53,21 +57,19 @@ def add_texts(
         help="how many of the best to show; 0 for all (default)",
     )
     score.add_argument("--truncate", action="store_true", help="cut documents that are too long for the model")
-    transcribe = commands.add_parser("transcribe", parents=[request], help="write down what is said in a sound file")
+    transcribe = commands.add_parser("transcribe", parents=[request], help="transcribe a sound file")
     transcribe.add_argument(
         "file", type=_sound, help="WAV, FLAC, MP3, OGG, MP4 or WebM, whatever its name; at most 16 MiB"
     )
     transcribe.add_argument(
-        "--language", default="", metavar="LANGUAGE", help='as "en" or "english"; found out if not given'
+        "--language", default="", metavar="LANGUAGE", help='such as "en" or "english" (default: detected)'
     )
-    transcribe.add_argument("--prompt", default="", help="what was said before, or names and style to be expected")
+    transcribe.add_argument("--prompt", default="", help="the text before the sound, or an example of names and style")
     transcribe.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)")
     transcribe.add_argument(
         "--seed",
         type=integer_of(pb.TranscribeRequest, "seed"),
         help="makes sampling repeatable",
     )
-    transcribe.add_argument("--translate", action="store_true", help="write in English, whatever is spoken")
-    transcribe.add_argument(
-        "--words", action="store_true", help="a line for each word, with its times, instead of one for each segment"
-    )
+    transcribe.add_argument("--translate", action="store_true", help="translate the text to English")
+    transcribe.add_argument("--words", action="store_true", help="print a line for each word, not for each segment")

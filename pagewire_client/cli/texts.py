@@ -1,6 +1,4 @@
-"""The commands `embed`, `score` and `transcribe`. The commands print a line for each vector, document, and transcribed
-segment.
-"""
+"""The commands `embed`, `score` and `transcribe`, which print a line for each result."""
 
 import argparse
 import json

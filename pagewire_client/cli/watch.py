@@ -1,6 +1,4 @@
-"""Shows the cluster on a terminal, or prints a line for each sample. The output contains queues, workers, blocks, and
-rates between two samples.
-"""
+"""Shows the cluster on a terminal, or prints a line for each sample: queues, workers, blocks and rates."""
 
 import contextlib
 import sys
@@ -23,9 +21,7 @@ STATUS_STYLES = {"serving": "green", "draining": "yellow", "drained": "dim", "co
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Rates per second between two samples of the cluster's state. After a restart of the scheduler the rates are
-    empty, because its counts begin at 0.
-    """
+    """Rates per second between two samples; empty after a restart of the scheduler, whose counts begin at 0."""
 
     output_tokens: float = 0.0
     prompt_tokens: float = 0.0
@@ -33,7 +29,7 @@ class Rates:
 
     @classmethod
     def between(cls, before: Sample | None, after: Sample) -> "Rates":
-        """Compute the rates. `steps` contains only workers that are in both samples."""
+        """`steps` contains only workers that are in both samples."""
         if before is None or before.state.start_time_ms != after.state.start_time_ms or after.at <= before.at:
             return cls()
         seconds = after.at - before.at
@@ -50,7 +46,7 @@ class Rates:
 
 
 class View:
-    """The data that `watch` shows: the last two samples of the cluster's state, and the connection's last event."""
+    """The last two samples, and the connection's last event."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -58,7 +54,7 @@ class View:
         self._sample: Sample | None = None
         self._is_lost = False
         self._news = "connecting …"
-        self._has_news = False  # whether the last event changed the text `_news`
+        self._has_news = False  # whether the last event changed `_news`
 
     def take(self, event: Sample | Lost) -> None:
         news = ""
@@ -84,9 +80,7 @@ class View:
     # ---- output as a line
 
     def line(self) -> str:
-        """The cluster's state as key=value pairs. A new event of the connection (such as its loss) stands before the
-        state.
-        """
+        """The state as key=value pairs, after a new event of the connection."""
         if self._sample is None or self._is_lost:
             return self._news
         state, rates = self._sample.state, self.rates
@@ -147,7 +141,7 @@ class View:
             f"{state.num_losses:,} workers lost",
         )
         if any(worker.num_guessed_tokens for worker in state.workers):
-            table.add_row(f"{_share_right(state.workers):.0%} of guesses right")
+            table.add_row(f"{_share_right(state.workers):.0%} of drafts accepted")
         return table
 
     def _status(self, state: pb.ClusterState) -> Text:
@@ -182,7 +176,7 @@ _NUMBERS = ("running", "swapped", "steps/s", "used", "host", "lost")
 
 
 async def watch(target: str, *, interval: float, once: bool, api_key: str = "", tls: Path | None = None) -> None:
-    """Show the cluster until cancelled. With `once`, show the cluster's state a single time."""
+    """Show the cluster until cancelled, or with `once` a single time."""
     console = Console()
     view = View(target)
     async with Admin(target, api_key=api_key, tls=tls) as admin:
@@ -198,9 +192,7 @@ async def watch(target: str, *, interval: float, once: bool, api_key: str = "", 
 
 @contextlib.contextmanager
 def _screen(console: Console, view: View) -> Iterator[Callable[[], None]]:
-    """Yield a function that shows the next event in a live view on a terminal. If the output is no terminal, the
-    function prints a line for each event.
-    """
+    """Yield a function that shows the next event: live on a terminal, or else as a line."""
     if console.is_terminal:
         with Live(view, console=console, auto_refresh=False) as live:
             live.refresh()
@@ -228,9 +220,7 @@ def _share_used(workers: Sequence[pb.WorkerState]) -> float:
 
 
 def _share_right(workers: Sequence[pb.WorkerState]) -> float:
-    """The share of verified drafts that were accepted. Call this function only if the workers have verified at least
-    one draft.
-    """
+    """The accepted share of verified drafts, of which there must be at least one."""
     return sum(worker.num_accepted_tokens for worker in workers) / sum(worker.num_guessed_tokens for worker in workers)
 
 

@@ -1,9 +1,9 @@
-"""The errors that a client may read, and the interceptor that hides all other errors."""
+"""The errors that a client may read, the interceptor that hides all other errors, and a wrapper of gRPC methods."""
 
 import asyncio
 import inspect
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from contextvars import ContextVar
 from typing import Any, NamedTuple, NoReturn
 from urllib.parse import quote
@@ -12,13 +12,12 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
-from pagewire_common.calls.around import kind_of
 from pagewire_common.calls.field_count import has_more_fields, num_opaque_bytes, unknown_field
 
 log = structlog.get_logger()
 
 MAX_STATUS_BYTES = 4096
-"""Maximum size of an error's message in bytes, in the encoding of a header."""
+"""Bytes of an error's message, in the encoding of a header."""
 
 
 class RequestError(Exception):
@@ -29,20 +28,18 @@ class RequestError(Exception):
         self.code = code
 
 
-Behavior = Callable[[Any, grpc.aio.ServicerContext[Any, Any]], Any]
+Context = grpc.aio.ServicerContext[Any, Any]
+Behavior = Callable[[Any, Context], Any]
+Around = Callable[[Context], AbstractAsyncContextManager[None]]
 
 
 MAX_FIELDS = 6 << 10
-"""Maximum number of fields of a request. A valid request never reaches this number, even if all its lists have their
-maximum length. A message with this number of fields can be counted and parsed quickly.
-"""
+"""Fields of a request, quickly counted and parsed: more than a valid request with lists of maximum length has."""
 
 
 request_size: ContextVar[int] = ContextVar("request_size", default=0)
-"""Size of this call's serialized request in bytes.
-
-The size that the parsed message reports may be smaller. If a field comes twice, protobuf shows only the last value, but
-the first value stays in memory until the call ends.
+"""Bytes of this call's serialized request. The parsed message reports less if a single field is repeated, but keeps
+all.
 """
 
 
@@ -57,32 +54,25 @@ class _Unparsed(NamedTuple):
 
 
 class RequestLimits(NamedTuple):
-    """The limits that currently apply to a request's message."""
-
     num_bytes: int
     num_opaque_bytes: int = 0
-    """Additional bytes for fields that are not parsed, for example the field of a sound."""
+    """Additional bytes of fields that are not parsed, such as a sound."""
     will_grow: str = ""
-    """The reason why a request above these limits may be accepted later; an empty text if such a request is never
-    accepted.
-    """
+    """Why a larger request may be accepted later; empty if it never is."""
 
 
 _HEALTH = "/grpc.health."
 _SERVED = ("/pagewire.", "/vllm.", _HEALTH, "/grpc.reflection.")
 _CLIENTS = ("/pagewire.v1.InferenceService/", "/pagewire.v1.AdminService/")
-"""Prefixes of the methods that clients of any release call. For calls between services, a check of the protocol version
-replaces the check of fields.
-"""
+"""Prefixes of the methods that clients of any release call. Services check the protocol's version instead of fields."""
 MAX_HEALTH_BYTES = 256
-"""Maximum size of a service's name in a health check in bytes. Every caller may send a health check."""
+"""Bytes of a service's name in a health check, which every caller may send."""
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns RequestError into its status, and any other uncaught error into INTERNAL without details.
 
-    Without this interceptor gRPC would send an uncaught exception's text to the client. With `limits`, a request that
-    is too large or has too many fields is refused before it is parsed, because parsing holds the interpreter's lock.
+    With `limits`, a request with too many bytes or fields is refused before parsing, which holds the GIL.
     """
 
     def __init__(self, limits: Callable[[], RequestLimits] | None = None) -> None:
@@ -116,14 +106,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return handler._replace(**{kind: guard(behavior)})
 
 
-_UNREADABLE = "the request's bytes are no message of this method"
+_UNREADABLE = "the request's bytes are not a valid message of this method"
 
 
 def _readable_in_a_stream(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Return a parser for a stream of requests. The error of an invalid request is raised when the RPC's method reads
-    the request.
-    """
-
     def readable(data: bytes) -> Any:
         try:
             return parse(data)
@@ -134,9 +120,7 @@ def _readable_in_a_stream(parse: Callable[[bytes], Any]) -> Callable[[bytes], An
 
 
 def _readable(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Return a parser that returns `_Unparsed` for invalid bytes. If a parser raises an exception, gRPC reports UNKNOWN
-    with the exception's message.
-    """
+    """Return a parser that returns `_Unparsed` for invalid bytes: gRPC would send an exception's text to the client."""
 
     def readable(data: bytes) -> Any:
         try:
@@ -148,13 +132,13 @@ def _readable(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 
 def _known(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Return a parser that refuses requests with unknown fields: an answer that ignores these fields would be wrong."""
+    """Return a parser that refuses unknown fields, because an answer that ignores them would be wrong."""
 
     def known(data: bytes) -> Any:
         request = parse(data)
         if not isinstance(request, _Unparsed) and (found := unknown_field(request)):
             return _Unparsed(
-                f"the request has {found}, which this server does not know: leave it out, or ask a newer one"
+                f"the request has {found}, which this server does not know: leave it out, or use a newer server"
             )
         return request
 
@@ -173,8 +157,8 @@ def _bounded(
             return _Unparsed(reason)
         if has_more_fields(data, descriptor, MAX_FIELDS):
             return _Unparsed(
-                f"the request has more than {MAX_FIELDS} fields, entries of lists such as chat.messages among them; "
-                "send shorter lists, and packed ones of numbers"
+                f"the request has more than {MAX_FIELDS} fields, counting entries of lists such as chat.messages; "
+                "send shorter lists, and pack lists of numbers"
             )
         request_size.set(len(data))
         return parse(data)
@@ -183,7 +167,7 @@ def _bounded(
 
 
 def _guard_coroutine(behavior: Behavior) -> Behavior:
-    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+    async def call(request: Any, context: Context) -> Any:
         try:
             if isinstance(request, _Unparsed):
                 request.refuse()
@@ -196,7 +180,7 @@ def _guard_coroutine(behavior: Behavior) -> Behavior:
 
 
 def _guard_generator(behavior: Behavior) -> Behavior:
-    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any, None]:
+    async def call(request: Any, context: Context) -> AsyncGenerator[Any, None]:
         try:
             if isinstance(request, _Unparsed):
                 request.refuse()
@@ -210,23 +194,18 @@ def _guard_generator(behavior: Behavior) -> Behavior:
 
 
 def _short(sentence: str) -> str:
-    """Cut an error's message to the maximum size of a gRPC status message. The message may quote a client's input or a
-    model's file.
-
-    gRPC sends the message in a header, percent-encoded. Many gRPC libraries drop calls whose headers are larger than 8
-    KiB.
-    """
+    """Cut an error's message. Many gRPC libraries drop calls with headers above 8 KiB; this one is percent-encoded."""
     short = sentence[:MAX_STATUS_BYTES]
     while len(quote(short)) > MAX_STATUS_BYTES:
         short = short[: len(short) // 2]
     return sentence if short == sentence else f"{short}…"
 
 
-async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:
+async def _abort(context: Context, error: Exception) -> None:
     """End a call with an error.
 
-    The exception that gRPC raises here refers to itself, so the exception and its objects stay in memory until Python's
-    collector runs. These objects must not include the request or the stack frames of `error`.
+    gRPC's exception stays in memory until Python's collector runs, so it must not refer to the request or to `error`'s
+    frames.
     """
     if isinstance(error, RequestError):
         error.__traceback__ = error.__context__ = None
@@ -242,3 +221,31 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) 
     log.error("call failed", exc_info=error)
     error.__traceback__ = error.__context__ = None
     await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
+
+
+def kind_of(handler: Any) -> str:
+    """The attribute of a method's handler that contains its behaviour, for example unary_stream."""
+    sides = (handler.request_streaming, handler.response_streaming)
+    return "_".join("stream" if streams else "unary" for streams in sides)
+
+
+def put_around(handler: Any, around: Around) -> Any:
+    """Run each call inside the context manager `around`, without keeping the request in gRPC's exceptions."""
+    kind = kind_of(handler)
+    behavior = getattr(handler, kind)
+
+    async def call(request: Any, context: Context) -> Any:
+        async with around(context):
+            answering = behavior(request, context)
+            del request
+            return await answering
+
+    async def call_generator(request: Any, context: Context) -> AsyncGenerator[Any, None]:
+        async with around(context):
+            answering = behavior(request, context)
+            del request
+            async with aclosing(answering) as responses:
+                async for response in responses:
+                    yield response
+
+    return handler._replace(**{kind: call_generator if inspect.isasyncgenfunction(behavior) else call})

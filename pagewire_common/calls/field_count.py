@@ -1,8 +1,6 @@
-"""Counts the fields of a message before the message is parsed, because parsing holds the interpreter's lock. Finds
-unknown fields, too.
+"""Counts the fields of a message before it is parsed, because parsing holds the GIL. Finds unknown fields, too.
 
-The smallest submessage, such as a chat message without role and content, has two bytes and takes 20 to 90 ns to parse.
-A request of 1.5 MB may contain 786,000 submessages of two bytes. Counting only finds where each field begins.
+An empty chat message has two bytes and takes 20 to 90 ns to parse: a request of 1.5 MB may have 786,000.
 """
 
 from collections.abc import Iterator
@@ -18,12 +16,10 @@ _LONGEST_VARINT = 10
 
 
 def has_more_fields(data: bytes, message: Descriptor, most: int) -> bool:
-    """Whether an encoded message has more than `most` fields. Counting takes 0.3 µs for each counted field.
+    """Whether an encoded message has more than `most` fields, at 0.3 µs a field.
 
-    Fields of submessages are counted too. A submessage is counted as one field if it contains only numbers and single
-    strings, because it is parsed quickly. A packed list of numbers counts as one field. Because varints may be padded,
-    every four bytes of a field's tag and of its number or length count as a further field. In an invalid message,
-    counting stops where the parser stops, and the parser reports the error.
+    A submessage of numbers and single strings, or a packed list, is one field. Varints may be padded, so every four
+    bytes of tag and number or length count as a further field. Counting stops where the message is invalid.
     """
     if len(data) <= most:
         return False
@@ -34,11 +30,7 @@ def has_more_fields(data: bytes, message: Descriptor, most: int) -> bool:
 
 
 def num_opaque_bytes(data: bytes, message: Descriptor) -> int:
-    """The number of bytes in `bytes` fields of an encoded message and its submessages.
-
-    The parser only copies the contents of `bytes` fields. In an invalid message, bytes are counted up to the place
-    where a parser stops.
-    """
+    """The bytes of `bytes` fields, which the parser only copies, up to where the message is invalid."""
     found = 0
     with suppress(IndexError, ValueError):
         for start, stop, field in _long_fields(data, 0, len(data), message):
@@ -53,7 +45,7 @@ def num_opaque_bytes(data: bytes, message: Descriptor) -> int:
 def _long_fields(
     data: bytes, position: int, end: int, message: Descriptor
 ) -> Iterator[tuple[int, int, FieldDescriptor]]:
-    """Yield the start, the end and the descriptor of each field that has a length."""
+    """The start, the end and the descriptor of each field that has a length."""
     while position < end:
         tag, position = _varint(data, position)
         kind, field = tag & 7, message.fields_by_number.get(tag >> 3)
@@ -92,7 +84,7 @@ def _count(data: bytes, position: int, end: int, message: Descriptor, most: int)
 
 @cache
 def _nested_parts(message: Descriptor) -> dict[int, Descriptor]:
-    """A message's submessages that contain further submessages or lists of strings, by field number."""
+    """Submessages that contain further submessages or lists of strings, by field number."""
     parts = {field.number: field.message_type for field in message.fields if field.message_type is not None}
     return {number: part for number, part in parts.items() if any(map(_takes_long, part.fields))}
 
@@ -103,9 +95,7 @@ def _takes_long(field: FieldDescriptor) -> bool:
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """Read the varint at a position. Returns the varint's value and the position after the varint. Raises IndexError or
-    ValueError.
-    """
+    """The varint at a position, and the position after it. Raises IndexError or ValueError."""
     number = data[position]
     if number < 0x80:
         return number, position + 1
@@ -119,10 +109,9 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
 
 
 def unknown_field(message: Message) -> str:
-    """The name of the first unknown field in a message or its submessages. The name is empty if all fields are known.
+    """The first unknown field in a message or its submessages, or empty: 0.12 µs a message.
 
-    The search takes 0.12 µs for each message and submessage. Lists of numbers are not searched. Maps are skipped,
-    because in all requests the values of maps are numbers.
+    Lists of numbers and maps, which have numbers as values, are not searched.
     """
     if len(unknown := UnknownFieldSet(message)):
         return f"field {unknown[0].field_number} of {message.DESCRIPTOR.name}"

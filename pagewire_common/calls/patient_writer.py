@@ -1,7 +1,6 @@
 """Writes to one client. The call ends if a write takes too long, or if another task gives the write up.
 
-Each call has one timer for all its writes, because a separate timeout for each write took 10 % of the time of sending a
-message.
+A timeout for each write, instead of one timer for all, took 10 % of the time of sending.
 """
 
 import asyncio
@@ -16,21 +15,19 @@ class PatientWriter:
     """Writes the messages of one call. Only the task that creates the writer may use it, until `close`."""
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any], limit: float) -> None:
-        """`limit` is the number of seconds that the client may leave a message unread."""
+        """`limit`: seconds that the client may leave a message unread."""
         task = asyncio.current_task()
         assert task is not None
         self._context = context
         self._limit = limit
         self._task = task
         self._loop = asyncio.get_running_loop()
-        self._began: float | None = None  # Start of the write in progress.
-        self._error: RequestError | None = None  # The error with which the current write ends, if `give_up` was called.
+        self._began: float | None = None  # start of the write in progress
+        self._error: RequestError | None = None  # the error with which `give_up` ends the current write
         self._timer = self._loop.call_later(limit, self._check)
 
     async def write(self, message: Any) -> None:
-        """Write a message.
-
-        Raises RESOURCE_EXHAUSTED if the client does not read in time, CANCELLED if the client has gone, or the error of
+        """Raises RESOURCE_EXHAUSTED if the client reads too slowly, CANCELLED if it has gone, or the error of
         `give_up`.
         """
         self._began = self._loop.time()
@@ -40,7 +37,7 @@ class PatientWriter:
             if self._error is None or self._task.uncancel():
                 raise
             raise RequestError(self._error.code, str(self._error)) from None
-        except grpc.aio.InternalError:  # gRPC raises this error if the call ends during a write
+        except grpc.aio.InternalError:  # the call has ended during the write
             raise RequestError(grpc.StatusCode.CANCELLED, "the client is gone") from None
         self._began = None
 
@@ -54,7 +51,7 @@ class PatientWriter:
             self.give_up(RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, reason))
 
     def give_up(self, error: RequestError) -> None:
-        """End the write in progress with this error. If no write is in progress, this method has no effect."""
+        """End the write in progress, if there is one, with this error."""
         if self._began is not None and self._error is None:
             self._error = error
             self._task.cancel()

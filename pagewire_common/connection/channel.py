@@ -1,7 +1,6 @@
 """Opens channels, and decides whether a call uses the HTTP proxy of the environment.
 
-By default gRPC sends every call to the proxy, including calls to this machine and to workers. In pagewire, calls
-between the services never use a proxy. Calls of pagewire's client use the proxy unless the server is on this machine.
+Calls between pagewire's services never use the proxy; pagewire's client uses it unless the server is on this machine.
 """
 
 import ipaddress
@@ -14,9 +13,7 @@ import grpc
 
 DIRECT = (("grpc.enable_http_proxy", 0),)
 PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
-"""Environment variables that may contain the proxy's URL, in gRPC's order. The first variable that is set is used, for
-TLS and for plain text.
-"""
+"""Variables that may contain the proxy's URL, in gRPC's order. The first that is set is used, also for plain text."""
 EXCEPTION_VARIABLES = ("no_grpc_proxy", "no_proxy")
 
 
@@ -27,7 +24,7 @@ def open_channel(
     *,
     may_use_proxy: bool = False,
 ) -> grpc.aio.Channel:
-    """Open a channel to `target`. Without `credentials` the channel uses plain text."""
+    """Without `credentials`, the channel uses plain text."""
     route = () if may_use_proxy and proxy_of(target) else DIRECT
     if credentials is None:
         return grpc.aio.insecure_channel(target, options=[*options, *route])
@@ -35,18 +32,14 @@ def open_channel(
 
 
 def direct_opener(*handlers: BaseHandler) -> OpenerDirector:
-    """Create an opener of URLs without a proxy, for services on this machine. urllib's default opener would use the
-    proxy.
-    """
+    """Create an opener of URLs without the proxy of urllib's default, for services on this machine."""
     return build_opener(ProxyHandler({}), *handlers)
 
 
 def proxy_of(target: str, environment: Mapping[str, str] | None = None) -> str:
-    """The HOST:PORT of the proxy for a client's calls to `target`. The result is empty if the calls go to the target
-    directly.
+    """HOST:PORT of the proxy for a client's calls to `target`; empty for direct calls.
 
-    Raises ValueError for a variable that is not a URL. The error does not quote the variable's value, because the value
-    may contain a password.
+    Raises ValueError for a variable that is not a URL, without its value, which may contain a password.
     """
     if is_local(target):
         return ""
@@ -60,7 +53,7 @@ def proxy_of(target: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 def _http_address(variable: str, url: str) -> str:
-    """The HOST:PORT in a proxy's URL. The result is empty if the scheme is not http: gRPC uses only http proxies."""
+    """HOST:PORT in a proxy's URL; empty for a scheme other than http, which gRPC ignores."""
     try:
         parts = urlsplit(url)
         if parts.scheme != "http":
@@ -76,10 +69,7 @@ def _http_address(variable: str, url: str) -> str:
 
 
 def _matches(host: str, exception: str) -> bool:
-    """Whether an entry of no_proxy matches a host, by gRPC's rules.
-
-    An entry of no_proxy is the end of a host's name, or a network. The entry "*" matches every host, as in curl.
-    """
+    """Whether an entry of no_proxy (a name's end, a network, or "*") matches a host, by gRPC's rules."""
     if not exception:
         return False
     if exception == "*" or host.endswith(exception.removeprefix(".")):
@@ -91,9 +81,7 @@ def _matches(host: str, exception: str) -> bool:
 
 
 def split_target(target: str) -> tuple[str, int | None]:
-    """The host and the port of a target. The target is HOST:PORT or gRPC's longer form dns://[SERVER]/HOST:PORT. The
-    port is None if the target has no port.
-    """
+    """Host and port of HOST:PORT, or of gRPC's longer form dns://[SERVER]/HOST:PORT. The port may be None."""
     address = target.rpartition("/")[2]
     host, colon, port = address.rpartition(":")
     if colon and port.isdecimal() and not (":" in host and not host.endswith("]")):
@@ -106,7 +94,6 @@ def is_socket(target: str) -> bool:
 
 
 def is_local(target: str) -> bool:
-    """Whether the target is certainly on this machine."""
     if is_socket(target):
         return True
     host, _ = split_target(target)

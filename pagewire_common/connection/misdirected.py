@@ -1,8 +1,4 @@
-"""Adds advice to the error of a failed call.
-
-A call can fail for several reasons. The call may have used a proxy. The port may belong to another service, require
-TLS, lack TLS, or speak HTTP/1.1. The server or the client may refuse a certificate.
-"""
+"""Adds advice to the error of a failed call: a wrong proxy, port, TLS setting, protocol (HTTP/1.1) or certificate."""
 
 import asyncio
 import ssl
@@ -13,9 +9,9 @@ import grpc
 from pagewire_common.connection.channel import proxy_of, split_target
 
 PROBE_SECONDS = 2.0
-"""Time limit in seconds of the TLS handshake that is tried if a port closes plain-text connections."""
+"""Seconds for the TLS handshake that is tried if a port closes plain-text connections."""
 _CLOSED = ("Socket closed", "Connection reset", "Broken pipe")
-"""gRPC's errors when a plain-text call reaches a TLS port. gRPC reports the same errors when a server stops."""
+"""gRPC's errors of a plain-text call to a TLS port, and when a server stops."""
 _OF_THE_CONNECTION = ("failed to connect", "errors resolving", *_CLOSED)
 _NO_TLS = "WRONG_VERSION_NUMBER"
 _NOT_VERIFIED = "CERTIFICATE_VERIFY_FAILED"
@@ -25,14 +21,12 @@ _NO_METHOD = "Method not found!"
 
 
 class MisdirectedError(grpc.aio.AioRpcError):
-    """The error of a call that cannot succeed with this address, proxy or TLS setting. A retry would fail, too."""
+    """The error of a call that fails at every retry with this address, proxy or TLS setting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Direction:
-    """The address, the TLS setting and the proxy with which a client calls a server. The advice in an error names
-    `tls_option` and `port_hint`.
-    """
+    """The address, TLS setting and proxy of a client's calls. The advice names `tls_option` and `port_hint`."""
 
     target: str
     has_tls: bool
@@ -52,7 +46,7 @@ class Direction:
         if _OTHER_NAME in details:
             return _with(error, f"the certificate of {self.target} is not for {self._host}", MisdirectedError)
         if _NOT_VERIFIED in details:
-            reason = f"has expired, or is of no authority in the ca.crt of {self.tls_option}"
+            reason = f"has expired, or is signed by no authority in the ca.crt of {self.tls_option}"
             return _with(error, f"the certificate of {self.target} {reason}", MisdirectedError)
         if self.may_use_proxy and (proxy := proxy_of(self.target)):
             return _with(error, f"the call went through the proxy {proxy}; no_proxy={self._host} makes it direct")

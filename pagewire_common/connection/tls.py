@@ -1,10 +1,7 @@
-"""TLS from a folder with cert-manager's file names.
+"""TLS from a folder with cert-manager's file names. ca.crt verifies the other side's certificates.
 
-tls.crt and tls.key are the certificate and key of this side. ca.crt verifies the certificates of the other side.
-
-A server looks for changed files at each new connection. A renewed certificate is used from the next connection. While
-files are being replaced, the old files stay in use. New files count as complete under three conditions: the files have
-not changed for SETTLE_SECONDS, every file that was in use still exists, and certificate and key match.
+A server looks for changed files at each new connection. New files are used when they have not changed for
+SETTLE_SECONDS, all previous files still exist, and certificate and key match.
 """
 
 import contextlib
@@ -25,9 +22,7 @@ log = structlog.get_logger()
 
 CERTIFICATE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.crt"
 SETTLE_SECONDS = 1.0
-"""Seconds without a change, after which TLS files count as complete. If files were read at once, a half-written list of
-authorities would count as a valid, shorter list.
-"""
+"""Seconds without a change, after which files count as complete: half a list of authorities would be valid."""
 
 
 class _Files(NamedTuple):
@@ -37,7 +32,6 @@ class _Files(NamedTuple):
 
     @property
     def names(self) -> set[str]:
-        """Names of the TLS files that exist."""
         return {name for name, data in zip((CERTIFICATE, KEY, AUTHORITY), self, strict=True) if data is not None}
 
     @property
@@ -46,10 +40,7 @@ class _Files(NamedTuple):
 
 
 class TlsFolder:
-    """The TLS folder of a server or a client. Any thread may use this object.
-
-    Raises StartError if the folder has no files or its files are invalid.
-    """
+    """The TLS folder of a server or a client, for any thread. Raises StartError if files are missing or invalid."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -59,8 +50,8 @@ class TlsFolder:
             self._files = self._read()
         except (OSError, ValueError) as error:
             raise StartError(f"cannot use the certificates in {folder}: {error}") from None
-        self._generation = 0  # Number of times that changed files were loaded.
-        # The files' state on disk at the last look, and the time at which this state was first seen.
+        self._generation = 0  # number of times that changed files were loaded
+        # The files' state at the last look, and the time at which it was first seen.
         self._seen, self._seen_at = self._stamp, 0.0
 
     def _look(self) -> tuple[object, ...]:
@@ -76,7 +67,7 @@ class TlsFolder:
         return tuple(stamps)
 
     def _read(self) -> _Files:
-        """Read the files. Raises OSError or ValueError if the files cannot be used. ssl's errors are OSErrors."""
+        """Raises OSError (as ssl's errors are) or ValueError if the files cannot be used."""
         paths = [self._folder / name for name in (CERTIFICATE, KEY, AUTHORITY)]
         files = _Files(*(path.read_bytes() if path.exists() else None for path in paths))
         if not files.names:
@@ -94,11 +85,7 @@ class TlsFolder:
         return files
 
     def refresh(self) -> int:
-        """Load files that have changed, if they can be used. Returns the generation of the files in use.
-
-        The generation is a number that grows with each change of the files. Several servers may use one folder, so each
-        server compares this number with the generation that the server itself has loaded.
-        """
+        """Load changed files, if they can be used. Returns their generation, which grows with each change."""
         with self._lock:
             stamp, now = self._look(), time.monotonic()
             if stamp != self._seen:
@@ -110,9 +97,7 @@ class TlsFolder:
             return self._generation
 
     def _is_old(self) -> bool:
-        """Whether the last change of folder and files is at least SETTLE_SECONDS ago. Files that are as old as this are
-        complete at the first look.
-        """
+        """Whether folder and files have not changed for SETTLE_SECONDS: they are then complete at the first look."""
         paths = (self._folder, *(self._folder / name for name in (CERTIFICATE, KEY, AUTHORITY)))
         try:
             return time.time() - max(path.stat().st_ctime for path in paths if path.exists()) >= SETTLE_SECONDS
@@ -123,7 +108,9 @@ class TlsFolder:
         try:
             files = self._read()
             if missing := sorted(self._files.names - files.names):
-                raise ValueError(f"{' and '.join(missing)} is missing; a restart does without")
+                raise ValueError(
+                    f"{' and '.join(missing)} is missing; only after a restart does the server run without it"
+                )
         except (OSError, ValueError) as error:
             if self._look() == stamp:
                 reason, folder = str(error), str(self._folder)
@@ -141,14 +128,14 @@ class TlsFolder:
             raise StartError(f"clients' certificates are checked with {AUTHORITY}, which {self._folder} has not")
 
     def server_credentials(self, *, mutual: bool) -> grpc.ServerCredentials:
-        """Credentials of a gRPC server. With `mutual`, a client must present a certificate. Raises StartError."""
+        """Credentials of a gRPC server. With `mutual`, clients must present a certificate. Raises StartError."""
         self._need_own(mutual=mutual)
         loaded = self.refresh()
 
         def configuration() -> Any:
             return grpc.ssl_server_certificate_configuration(self._files.pairs, self._files.authority)
 
-        def if_changed() -> Any:  # gRPC calls this function at each handshake, on gRPC's own thread
+        def if_changed() -> Any:  # called at each handshake, on gRPC's own thread
             nonlocal loaded
             if (generation := self.refresh()) == loaded:
                 return None
@@ -158,13 +145,13 @@ class TlsFolder:
         return grpc.dynamic_ssl_server_credentials(configuration(), if_changed, mutual)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Credentials of a gRPC client, from the current files. Without ca.crt the system's authorities are used."""
+        """Credentials of a gRPC client, from the current files. Without ca.crt, the system's authorities are used."""
         self.refresh()
         key, certificate = self._files.pairs[0] if self._files.pairs else (None, None)
         return grpc.ssl_channel_credentials(self._files.authority, key, certificate)
 
     def client_context(self) -> ssl.SSLContext:
-        """The TLS context of an HTTP client, from the current files. Raises OSError while files are being replaced."""
+        """The TLS context of an HTTP client. Raises OSError while files are being replaced."""
         has_authority = self._files.authority is not None
         context = ssl.create_default_context(cafile=self._folder / AUTHORITY if has_authority else None)
         if self._files.pairs:
@@ -173,16 +160,12 @@ class TlsFolder:
         return context
 
     def _check_unchanged(self) -> None:
-        """Raise OSError if the files on disk differ from the files in use, because only the files in use were
-        checked.
-        """
+        """Raise OSError if the files on disk differ from the files in use, which alone were checked."""
         if self._look() != self._stamp:
             raise OSError(f"the files in {self._folder} are being replaced")
 
     def server_context(self, *, mutual: bool) -> ssl.SSLContext:
-        """The TLS context of an HTTP server, from the current files. Raises StartError, or OSError while the files are
-        being replaced.
-        """
+        """The TLS context of an HTTP server. Raises StartError, or OSError while files are being replaced."""
         self._need_own(mutual=mutual)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(self._folder / CERTIFICATE, self._folder / KEY, _no_password)
@@ -195,7 +178,7 @@ class TlsFolder:
 
 @contextlib.contextmanager
 def _named(files: str) -> Iterator[None]:
-    """Add the files' names to errors of ssl, because ssl does not name files. Raises ValueError."""
+    """Add the files' names to ssl's errors. Raises ValueError."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -203,17 +186,14 @@ def _named(files: str) -> Iterator[None]:
 
 
 def _no_password() -> str:
-    """Return an empty password. Without this function ssl would ask for an encrypted key's password at the terminal,
-    and wait.
-    """
+    """ssl would otherwise ask for an encrypted key's password at the terminal, and wait."""
     raise OSError("the key is encrypted; it must not be")
 
 
 class Security(NamedTuple):
     """The conditions under which a server accepts a connection.
 
-    A server with a TLS folder requires TLS. `mutual` requires a client certificate. If `identity` is not empty, the
-    client certificate must contain this name.
+    With `mutual`, clients need a certificate, which must contain the name `identity`, unless empty.
     """
 
     tls: TlsFolder | None = None
@@ -232,10 +212,9 @@ def secure_channel(
     identity: str = "",
     may_use_proxy: bool = False,
 ) -> grpc.aio.Channel:
-    """Open a channel to `target`. Without a TLS folder the channel uses plain text.
+    """Open a channel to `target`, in plain text without a TLS folder.
 
-    The server's certificate must be valid for `identity`. If `identity` is empty, the certificate must be valid for the
-    host in `target`.
+    The server's certificate must be valid for `identity` or, if empty, for the host in `target`.
     """
     names = [("grpc.ssl_target_name_override", identity)] if identity and tls is not None else []
     credentials = None if tls is None else tls.channel_credentials()
@@ -243,6 +222,6 @@ def secure_channel(
 
 
 def peer_names(context: grpc.aio.ServicerContext[Any, Any]) -> set[str]:
-    """The names in the certificate of the call's peer. The set is empty if the peer has presented no certificate."""
+    """The names in the certificate of the call's peer; empty without a certificate."""
     names = context.auth_context().get("x509_subject_alternative_name", ())
     return {name.decode(errors="replace") for name in names}

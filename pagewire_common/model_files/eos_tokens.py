@@ -1,6 +1,4 @@
-"""The tokens that end an output, from a model's files. The scheduler ends an output at one of these tokens. Workers
-allow these tokens where the output may end.
-"""
+"""The tokens that end an output, for the scheduler and for the workers' masks."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,11 +10,9 @@ from pagewire_common.start_error import StartError
 
 
 def eos_token_ids(config: Mapping[str, Any], generation: GenerationConfig, of_tokenizer: int | None) -> tuple[int, ...]:
-    """End-of-sequence tokens from generation_config.json. If generation_config.json names no such tokens, they come
-    from config.json.
+    """End-of-sequence tokens from generation_config.json, else config.json. Raises StartError for an invalid id.
 
-    The tokenizer's own end-of-sequence token is added, as in vLLM: a fine-tuned model may end turns with another token
-    than its base model. Raises StartError for an invalid token id.
+    As in vLLM, the tokenizer's own token is added, which may differ after fine-tuning.
     """
     named = generation.tokens("eos_token_id")
     if not named and (found := config.get("eos_token_id")) is not None:

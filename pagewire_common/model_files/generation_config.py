@@ -1,7 +1,4 @@
-"""Default sampling parameters from the model's generation_config.json.
-
-At start, workers check the file and refuse unsupported keys. Front ends use the file's values.
-"""
+"""Default sampling parameters from the model's generation_config.json, which workers check at start."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,10 +17,7 @@ _LENGTHS = ("max_new_tokens", "max_length", "min_new_tokens", "min_length")
 
 @dataclass(frozen=True, slots=True)
 class GenerationConfig:
-    """The generation keys of a model's files, with checked values. `file` is the file's name.
-
-    Keys with an empty value (null, or an empty list, object or text) are left out.
-    """
+    """The generation keys of the model's file `file`, with checked values that are not empty."""
 
     file: str
     keys: Mapping[str, Any]
@@ -33,8 +27,7 @@ class GenerationConfig:
     def read(
         cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None, vocabulary_size: int
     ) -> "GenerationConfig":
-        """Read generation_config.json. If the file is missing, read the generation keys of config.json, as transformers
-        does.
+        """Read generation_config.json or, if missing, the generation keys of config.json, as transformers does.
 
         Raises StartError for an unknown key, and for a value that no request may set.
         """
@@ -48,8 +41,8 @@ class GenerationConfig:
             what = ", ".join(f"{shown(key)} = {shown(said[key])}" for key in unknown[:_MAX_SHOWN])
             more = f" and {len(unknown) - _MAX_SHOWN} more" if len(unknown) > _MAX_SHOWN else ""
             raise StartError(
-                f"{file} says {what}{more}, which is not known and may change which tokens are chosen; remove what you "
-                "know to change nothing"
+                f"{file} says {what}{more}, which is not known and may change which tokens are chosen; remove a key "
+                "that has no effect"
             )
         for key, value in said.items():
             if not known[key].holds(value, vocabulary_size):
@@ -58,9 +51,7 @@ class GenerationConfig:
 
     @property
     def chosen_by_requests(self) -> dict[str, Any]:
-        """The keys with which the file chooses a decoding method. This decoding method applies only to requests that
-        choose it.
-        """
+        """The keys with which the file chooses a decoding method, which only requests may choose here."""
         return {
             key: self.keys[key]
             for key, (_, nothing) in CHOSEN_BY_REQUESTS.items()
@@ -68,20 +59,18 @@ class GenerationConfig:
         }
 
     def tokens(self, key: str) -> tuple[int, ...]:
-        """The token ids that a key lists. In the file, the key's value is a single id or a list of ids."""
+        """The token ids that a key lists: one or several."""
         value = self.keys.get(key, [])
         return tuple(dict.fromkeys(value if isinstance(value, list) else [value]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationDefaults(SamplerParams):
-    """Defaults for fields that a request leaves out. Each default has the same meaning as in transformers.
+    """Defaults for fields that a request leaves out, with the same meanings as in transformers.
 
-    Without do_sample, decoding is greedy for any value of the other fields. `max_length` and `min_length` count the
-    prompt. `max_length` and `min_length` apply only if `max_new_tokens` and `min_new_tokens` are absent. Each of
-    `bad_words` is a list of tokens; the list's last token may not follow the list's other tokens. Tokens in
-    `suppressed` are never chosen. Tokens in `begin_suppressed` are never chosen as the first token. A request cannot
-    override suppressed tokens.
+    Without do_sample, decoding is greedy. `max_length` and `min_length` count the prompt, and apply only without
+    `max_new_tokens` and `min_new_tokens`. Of each list in `bad_words`, the last token may not follow the others.
+    Requests cannot override `suppressed` and, for the first token, `begin_suppressed`.
     """
 
     max_new_tokens: int | None = None
@@ -96,7 +85,7 @@ class GenerationDefaults(SamplerParams):
 
     @classmethod
     def of(cls, config: GenerationConfig) -> "GenerationDefaults":
-        """Convert a file's values to defaults. Raises StartError for values that contradict each other."""
+        """Raises StartError for values that contradict each other."""
         _check_agreement(config)
         keys, stop, ends = config.keys, config.keys.get("stop_strings", []), config.tokens("eos_token_id")
         given = {name: keys[name] for name in (*_NUMBERS, *_LENGTHS) if name in keys}
@@ -114,9 +103,7 @@ class GenerationDefaults(SamplerParams):
 
     @property
     def not_with_beams(self) -> str | None:
-        """The first key that beam search does not allow, because the key changes the model's distribution or shortens
-        outputs.
-        """
+        """The first key that beam search does not allow: it changes the model's distribution or shortens outputs."""
         says = {
             "suppress_tokens": self.suppressed,
             "begin_suppress_tokens": self.begin_suppressed,
@@ -128,20 +115,17 @@ class GenerationDefaults(SamplerParams):
 
     @property
     def num_listed(self) -> int:
-        """Number of tokens and words in all lists of these defaults. Each request's message contains the lists."""
+        """Number of tokens and words in all lists, which each request's message contains."""
         words = sum(map(len, self.bad_words)) + len(self.bad_words)
         return words + 2 * len(self.logit_bias) + len(self.suppressed) + len(self.begin_suppressed)
 
     def max_tokens(self, num_prompt_tokens: int) -> int | None:
-        """Maximum number of output tokens after a prompt. The result is None if the file limits no output. The result
-        is below 1 if the prompt is too long.
-        """
+        """Largest number of output tokens; None without a limit, below 1 if the prompt is too long."""
         if self.max_new_tokens is not None or self.max_length is None:
             return self.max_new_tokens
         return self.max_length - num_prompt_tokens
 
     def min_tokens(self, num_prompt_tokens: int) -> int:
-        """Minimum number of tokens of an output after a prompt."""
         return max(0, self.min_length - num_prompt_tokens) if self.min_new_tokens is None else self.min_new_tokens
 
     def sampling_params(self) -> dict[str, float]:

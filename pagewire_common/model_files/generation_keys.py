@@ -1,7 +1,6 @@
-"""The keys of a generation_config.json and their allowed values. Supported keys and ignored keys have separate tables.
+"""The keys of a generation_config.json and their allowed values. Any other key is refused.
 
-A key that is in neither table is refused. A key that changes a decoding method's choice of tokens must not be in the
-table of keys without effect.
+A key that changes which tokens are chosen must not be in the table of ignored keys.
 """
 
 import math
@@ -11,23 +10,20 @@ from typing import Any, NamedTuple
 from pagewire_common.sampling import MAX_BIAS, MAX_STOP_STRINGS, MAX_STRING, NUMBERS, Bounds, Number
 
 MAX_LISTED = 1024
-"""Maximum number of token ids or words in one list. The message to the worker contains the lists of each request."""
+"""Token ids or words in one list, which the message to the worker contains for each request."""
 _LONGEST_WORD = 256
-"""Maximum number of token ids of a banned word."""
+"""Token ids of a banned word."""
 _MAX_HEADS = 1024
 
 
 class Kind(NamedTuple):
-    """The allowed values of a key. The text `expected` completes the sentence "it must be …". The function `holds`
-    tells whether a value is allowed, given the vocabulary size.
-    """
+    """A key's allowed values. `expected` completes "it must be …". `holds` also receives the vocabulary size."""
 
     expected: str
     holds: Callable[[Any, int], bool]
 
 
 def is_token(value: object, vocabulary_size: int) -> bool:
-    """Whether a value is the id of a token."""
     return type(value) is int and 0 <= value < vocabulary_size
 
 
@@ -52,12 +48,12 @@ def _as_requests(number: Number) -> Kind:
 
 
 def _one_of(*values: object) -> Kind:
-    """Allow exactly these values. In this comparison the value true differs from 1, but 1.0 equals 1."""
+    """Allow exactly these values. Here, true differs from 1, but 1.0 equals 1."""
 
     def holds(value: object, _: int) -> bool:
         return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values)
 
-    return Kind(" or ".join(["null", *map(repr, values)]) + "; nothing here computes what others say", holds)
+    return Kind(" or ".join(["null", *map(repr, values)]) + "; no other value is supported", holds)
 
 
 def _are_texts(value: object, _: int) -> bool:
@@ -163,9 +159,7 @@ CHOSEN_BY_REQUESTS: Mapping[str, tuple[Kind, object]] = {
 }
 """Keys of the decoding method that the model's author prefers (usually beam search), with their neutral value.
 
-Each request chooses its decoding method, because another decoding method changes the structure and the cost of an
-answer. As in vLLM, a model is served without the decoding method that its author prefers. The log reports once that
-this decoding method is not used.
+As in vLLM, each request chooses its decoding method. The log reports the unused keys once.
 """
 
 _NEUTRAL: Mapping[str, Kind] = {
@@ -176,9 +170,7 @@ _NEUTRAL: Mapping[str, Kind] = {
     "penalty_alpha": _one_of(0), "presence_penalty": _one_of(0),
     "token_healing": _one_of(False), "top_h": _one_of(), "typical_p": _one_of(1), "watermarking_config": _one_of(),
 }  # fmt: skip
-"""Keys that are allowed only with their neutral value. Any other value would choose tokens in a way that pagewire does
-not implement.
-"""
+"""Keys that are allowed only with their neutral value, because pagewire does not implement others."""
 
 _LEFT_OUT: Mapping[str, tuple[str, ...]] = {
     "they say where the file comes from, and what wrote it": (
@@ -189,7 +181,7 @@ _LEFT_OUT: Mapping[str, tuple[str, ...]] = {
         *("cache_config", "cache_implementation", "compile_config", "continuous_batching_config", "disable_compile"),
         *("low_memory", "max_cache_len", "prefill_chunk_size", "use_cache"),
     ),
-    "they say how transformers guesses tokens, which are verified; here --speculation does": (
+    "they say how transformers drafts tokens; here --speculation does": (
         *("assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind", "is_assistant"),
         *("max_matching_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule"),
         *("prompt_lookup_num_tokens", "speculation_type", "target_lookbehind", "use_mtp"),
@@ -218,14 +210,12 @@ _OF_SPEECH: Mapping[str, Kind] = {
     "task": _one_of("transcribe"),
     "forced_decoder_ids": _FORCED,
     "alignment_heads": _HEADS,
-    "is_multilingual": _ANYTHING,  # Without effect: the key lang_to_id lists the languages.
-    "prev_sot_token_id": _ANYTHING,  # The tokenizer's token <|startofprev|>.
-    "return_timestamps": _ANYTHING,  # Every transcript contains times.
+    "is_multilingual": _ANYTHING,  # without effect: the key lang_to_id lists the languages
+    "prev_sot_token_id": _ANYTHING,  # the tokenizer's token <|startofprev|>
+    "return_timestamps": _ANYTHING,  # every transcript contains times
 }
 
 
 def kinds(keys: Mapping[str, Any]) -> Mapping[str, Kind]:
-    """The allowed values of each key that the file may have. A file with `no_timestamps_token_id` belongs to a speech
-    model.
-    """
+    """The allowed values of each key that the file may have. `no_timestamps_token_id` marks a speech model."""
     return {**_OF_TEXT, **_OF_SPEECH} if "no_timestamps_token_id" in keys else _OF_TEXT

@@ -1,6 +1,4 @@
-"""Parses JSON and refuses an object in which a name has two different values: Python's parser would drop one of the
-values.
-"""
+"""Parses JSON and refuses a name with two different values, of which Python's parser would drop one."""
 
 import json
 from typing import Any
@@ -9,7 +7,7 @@ from pagewire_common.model_files.shown import shown
 
 
 def loads(content: str | bytes) -> Any:
-    """Parse JSON. Raises ValueError for invalid JSON or a name with two values, and RecursionError for deep nesting."""
+    """Raises ValueError for invalid JSON or a name with two values, and RecursionError for deep nesting."""
     return json.loads(content, object_pairs_hook=once)
 
 

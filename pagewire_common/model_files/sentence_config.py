@@ -1,7 +1,4 @@
-"""Settings of sentence-transformers for scores, in config_sentence_transformers.json and in config.json.
-
-Workers refuse unsupported values at start. Front ends use the file's values.
-"""
+"""Settings of sentence-transformers for scores, from two files. Workers refuse unsupported values at start."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,8 +11,8 @@ FILE = "config_sentence_transformers.json"
 SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 _ACTIVATIONS = ("Identity", "Sigmoid")
 _WITHOUT_EFFECT = (
-    "__version__",  # The version of sentence-transformers that wrote the file.
-    "requirements",  # Names of Python packages.
+    "__version__",  # the version of sentence-transformers that wrote the file
+    "requirements",  # names of Python packages
 )
 _NEUTRAL = {
     "truncate_dim": "a request says `dimensions`",
@@ -25,20 +22,14 @@ _NEUTRAL = {
 
 @dataclass(frozen=True, slots=True)
 class SentenceConfig:
-    """`similarity` is the function that compares vectors. With `scores_plainly`, a classifier's raw output is the
-    score.
-    """
+    """`similarity`: the function that compares vectors. `scores_plainly`: a classifier's raw output is the score."""
 
     similarity: str = "cosine"
     scores_plainly: bool = False
 
     @classmethod
     def read(cls, config: Mapping[str, Any], sentences: Mapping[str, Any], num_labels: int) -> "SentenceConfig":
-        """Read config.json and config_sentence_transformers.json. Each of the two files may be empty. Raises
-        StartError.
-
-        `num_labels` is the number of the network's classes, or 0 if the network is no classifier.
-        """
+        """`num_labels`: number of the network's classes; 0 if it is no classifier. Raises StartError."""
         known = {"model_type", "prompts", "default_prompt_name", "similarity_fn_name", "activation_fn"}
         if unknown := sorted(sentences.keys() - known - _NEUTRAL.keys() - {*_WITHOUT_EFFECT}):
             key = unknown[0]
@@ -60,9 +51,7 @@ class SentenceConfig:
 
 
 def _check_prompts(sentences: Mapping[str, Any]) -> None:
-    """Refuse a file that sets a default prompt for all texts. Prompts that a caller chooses by name are allowed:
-    pagewire's callers put the text of such a prompt before their own texts.
-    """
+    """Refuse a default prompt for all texts. Callers put named prompts before their own texts."""
     prompts, default = sentences.get("prompts") or {}, sentences.get("default_prompt_name")
     if not (isinstance(prompts, dict) and all(isinstance(text, str) for text in prompts.values())):
         raise StartError(f"{FILE}: prompts is {shown(prompts)}; it must be an object of texts")
@@ -78,11 +67,7 @@ def _check_prompts(sentences: Mapping[str, Any]) -> None:
 
 
 def _activation(config: Mapping[str, Any], sentences: Mapping[str, Any], num_labels: int) -> str | None:
-    """The activation function that a classifier was trained with, by its class name in torch.
-
-    sentence-transformers stores the name in one of three places. If several places contain a name, the names must be
-    equal.
-    """
+    """A classifier's activation function, by its class name in torch, from up to three places, which must agree."""
     notes = config.get("sentence_transformers")
     if notes is not None and not isinstance(notes, dict):
         raise StartError(f"config.json: sentence_transformers is {shown(notes)}; it must be an object")

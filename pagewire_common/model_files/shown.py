@@ -9,5 +9,5 @@ _SHORT.maxlist = 8
 
 
 def shown(value: object) -> str:
-    """A value as Python's repr. The middle of a long repr is left out."""
+    """A value's repr, without the middle of a long one."""
     return _SHORT.repr(value)

@@ -1,8 +1,7 @@
 """Reads tokenizer_config.json, or the older files that contain parts of its settings in some folders.
 
-Token ids come from tokenizer.json. tokenizer_config.json contains the names of special tokens, added tokens and chat
-templates. Each known key is applied, refused, or ignored for a stated reason. Unknown keys are left out and logged,
-because any tokenizer class may have keys of its own.
+Each known key is applied, refused, or ignored for a stated reason. Unknown keys are logged, because any tokenizer class
+may have keys of its own.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,9 +19,7 @@ log = structlog.get_logger()
 
 FILE = "tokenizer_config.json"
 MAX_MORE = 1 << 16
-"""Maximum number of tokens that a tokenizer may have beyond the model's vocabulary. Some tokenizers have a few more
-tokens than the model. The limit protects the memory, which grows with the largest token id.
-"""
+"""Tokens that a tokenizer may have beyond the model's vocabulary. Memory grows with the largest token id."""
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _STANDARD = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _OBEYED = (
@@ -37,7 +34,7 @@ _LEFT_OUT = {
         *("trust_remote_code", "use_fast", "from_slow", "init_inputs", "vocab_file", "merges_file", "tokenizer_file"),
         *("special_tokens_map_file", "files_loaded", "cache_dir", "device_map", "torch_dtype", "dtype", "verbose"),
     ),
-    "they are arguments of the class that made tokenizer.json, which has the outcome": (
+    "they are arguments of the class that made tokenizer.json, which has the result": (
         *("add_prefix_space", "legacy", "sp_model_kwargs", "unk_id", "vocab_size", "errors", "trim_offsets"),
         *("do_lower_case", "strip_accents", "tokenize_chinese_chars", "do_basic_tokenize", "never_split", "clean_text"),
         *("wordpieces_prefix", "remove_space", "keep_accents", "extra_ids", "offset", "split_by_punct", "vocab_type"),
@@ -61,15 +58,13 @@ _MAY_BE_LEFT_OUT = frozenset(key for keys in _LEFT_OUT.values() for key in keys)
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token's text and flags. The flags are members of FLAGS that the file sets for the token."""
+    """A token's text, and the members of FLAGS that the file sets for it."""
 
     content: str
     flags: Mapping[str, bool] = field(default_factory=dict)
 
 
 class ChatTemplateSource(NamedTuple):
-    """The text of a chat template, and the name of its file."""
-
     text: str
     file: str
 
@@ -78,10 +73,11 @@ class ChatTemplateSource(NamedTuple):
 class TokenizerConfig:
     """A tokenizer's settings.
 
-    `special` contains the special tokens with a name (such as eos_token), `other_special` the special tokens without a
-    name. `added` contains tokens whose ids the file states. If a user's text spells one of `control_tokens`, the text
-    must not be encoded as that token. `adds` tells whether bos_token and eos_token are put around a text, if the file
-    states it.
+    `special`: special tokens with a name (such as eos_token).
+    `other_special`: special tokens without a name.
+    `added`: tokens whose ids the file states.
+    `control_tokens`: tokens that a user's text must not become, even if it spells them.
+    `adds`: whether bos_token and eos_token are put around a text, if the file states it.
     """
 
     special: Mapping[str, Token] = field(default_factory=dict)
@@ -96,9 +92,7 @@ class TokenizerConfig:
 
     @classmethod
     def read(cls, files: Mapping[str, Path]) -> "TokenizerConfig":
-        """Read the files of a model's folder, given by name. Raises StartError for an invalid value; the error names
-        the key.
-        """
+        """Read the files of a model's folder, given by name. Raises StartError, which names the key."""
         config = _object(files, FILE)
         # older folders store added tokens and special tokens in separate files
         if "added_tokens_decoder" not in config:
@@ -107,8 +101,8 @@ class TokenizerConfig:
         named = config.get("model_specific_special_tokens") or {}
         _check("model_specific_special_tokens", named, dict, "an object of tokens")
         special |= {key: _token(key, value) for key, value in named.items()}
-        others: dict[str, Token] = {}  # Tokens by text, because two keys may list the same token.
-        # "extra_special_tokens" is transformers' newer name of this list.
+        others: dict[str, Token] = {}  # by text, because two keys may list the same token
+        # transformers' newer name of this list
         for key in ("additional_special_tokens", "extra_special_tokens"):
             listed = config.get(key) or []
             if isinstance(listed, dict):
@@ -200,12 +194,7 @@ def _id(written: object) -> int:
 
 
 def _chat_template(config: Mapping[str, Any], files: Mapping[str, Path]) -> ChatTemplateSource | None:
-    """The model's chat template. If the file chat_template.jinja exists, it is used and not the config's template, as
-    in transformers.
-
-    If there are several named templates, "default" is used. The templates with other names are for tools and documents,
-    which pagewire's chats do not support.
-    """
+    """The model's chat template: chat_template.jinja before the config's, as in transformers; "default" of several."""
     if (name := "chat_template.jinja") in files:
         return ChatTemplateSource(_text(files[name]), name)
     name, found = FILE, config.get("chat_template")
@@ -242,7 +231,7 @@ def _check(key: str, value: object, kind: type, expected: str) -> None:
 
 
 def _check_text(key: str, text: str) -> None:
-    """Refuse lone surrogates. JSON can spell a lone surrogate, but UTF-8 cannot encode it."""
+    """Refuse lone surrogates, which JSON can spell but UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,6 +1,4 @@
-"""Starts child processes of a service, for work that may have to be killed. The child processes end when the service
-ends.
-"""
+"""Starts child processes of a service, for work that may have to be killed. They end when the service ends."""
 
 import ctypes
 import signal
@@ -16,7 +14,7 @@ def start_child(module: str, arguments: Sequence[str] = ()) -> tuple["subprocess
     """Start `python -m MODULE` with a socket as its stdin. Returns the process, and the parent's end of the socket
     pair.
 
-    On Linux the child process is killed when the thread that calls this function ends. Raises OSError.
+    On Linux, the child is killed when the thread that calls this function ends. Raises OSError.
     """
     ours, theirs = socket.socketpair()
     with theirs:
@@ -29,14 +27,12 @@ def start_child(module: str, arguments: Sequence[str] = ()) -> tuple["subprocess
 
 
 def end_with_the_parent() -> None:
-    """Have the system kill this process when its parent ends, even if this process does not respond."""
+    """Have the system kill this process when its parent ends, even if this process hangs."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def leave_signals_to_the_parent() -> None:
-    """Ignore Ctrl-C and SIGTERM. The parent process receives the same signals and ends its child processes in the right
-    order.
-    """
+    """Ignore Ctrl-C and SIGTERM: the parent receives them too, and ends its children in the right order."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -1,8 +1,7 @@
-"""A process's temporary folders, for sockets and copies of adapters. The folders are removed when the process ends.
+"""A process's temporary folders, for sockets and copies of adapters, which are removed when the process ends.
 
-If a process is killed, its folders remain. Each folder is locked while its process lives. The next service that starts
-removes the folders without a lock. All users' temporary folders are in one parent folder. A folder is skipped unopened
-if it belongs to another user or if other users may open it.
+A killed process leaves its folders, which the next service removes, because no lock holds them. A folder that belongs
+to or is open to another user is skipped.
 """
 
 import contextlib
@@ -22,16 +21,14 @@ _MAX_TRIES = 5
 
 
 class TemporaryFolder:
-    """A new folder that only its owner may enter. The folder is removed by `close` or at the process's end. Raises
-    OSError.
-    """
+    """A new folder that only its owner may enter. Raises OSError."""
 
     def __init__(self, kind: str) -> None:
         for _ in range(_MAX_TRIES):
             self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}-"))
             self._lock = _locked(self.path)
             if self._lock is not None:
-                return  # a service that starts at this moment may remove a folder that is not locked yet
+                return  # a starting service may remove a folder that is not locked yet
             with contextlib.suppress(OSError):
                 self.path.rmdir()
         raise OSError(
@@ -40,7 +37,6 @@ class TemporaryFolder:
         )
 
     def close(self) -> None:
-        """Remove the folder; a second call has no effect."""
         if self._lock is not None:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)

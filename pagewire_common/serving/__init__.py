@@ -1,1 +1,1 @@
-"""Parts of a gRPC server: its address, health, reflection and locks."""
+"""Parts of a gRPC server."""

@@ -1,7 +1,6 @@
-"""The health service. The health service requires no key, and no caller can delay another caller.
+"""The health service, without keys.
 
-grpcio's own health service holds a lock while it writes to a watcher. In that service, a watcher that does not read
-would block all other watchers.
+grpcio's own holds a lock while it writes: a watcher that does not read would block all others.
 """
 
 import asyncio
@@ -16,15 +15,13 @@ from pagewire_common.calls.patient_writer import PatientWriter
 
 MAX_WATCHES = 4096
 MAX_SECONDS = 60.0
-"""Maximum seconds that a watcher may leave a status unread."""
+"""Seconds that a watcher may leave a status unread."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Health(HealthServicer):  # type: ignore[misc]  # grpc_health has no types
-    """The health service's implementation: a status for each service name. Create the object inside the running event
-    loop.
-    """
+    """A status for each service name. Create the object inside the running event loop."""
 
     def __init__(self) -> None:
         self._statuses: dict[str, pb.HealthCheckResponse.ServingStatus] = {}

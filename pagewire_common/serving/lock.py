@@ -1,6 +1,4 @@
-"""The lock on a server's port: it decides which calls are allowed. The lock checks every call except health checks,
-before the request is read.
-"""
+"""The lock on a server's port, which checks every call except health checks before the request is read."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -8,12 +6,11 @@ from typing import Any
 
 import grpc
 
-from pagewire_common.calls.around import Context, put_around
-from pagewire_common.calls.errors import RequestError
+from pagewire_common.calls.errors import Context, RequestError, put_around
 from pagewire_common.connection.tls import peer_names
 
 _OPEN = "/grpc.health.v1.Health/"
-"""Prefix of the methods without a check: health probes have no API keys and no client certificates."""
+"""Health probes have no API keys and no client certificates."""
 
 Check = Callable[[grpc.HandlerCallDetails], None]
 """Checks a call by its method and metadata. Raises RequestError."""
@@ -44,13 +41,13 @@ class Lock(grpc.aio.ServerInterceptor):
     @asynccontextmanager
     async def _of_identity(self, context: Context) -> AsyncIterator[None]:
         if self._identity not in peer_names(context):
-            reason = "this server takes calls of another identity than your certificate's"
+            reason = "your certificate does not have the identity that this server accepts"
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, reason)
         yield
 
 
 def _refusing(error: RequestError) -> Any:
-    """Return a handler that refuses a call of any kind at once, before its request has arrived."""
+    """Return a handler that refuses a call of any kind before its request has arrived."""
     code, reason = error.code, str(error)
 
     async def refuse(_: Any, context: Context) -> None:

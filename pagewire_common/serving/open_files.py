@@ -5,11 +5,7 @@ import resource
 
 
 def raise_open_files_limit() -> None:
-    """Raise the soft limit to the hard limit, if the system allows it.
-
-    The usual soft limit of 1,024 protects programs that call select(), which supports only smaller file numbers.
-    pagewire does not call select().
-    """
+    """Raise the soft limit to the hard limit: the usual 1,024 protects only programs that call select()."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # some systems report "unlimited", but refuse this value
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,7 +1,6 @@
 """Server reflection, as `grpc.reflection.v1` and as `grpc.reflection.v1alpha`.
 
-grpcio-reflection 1.85 has only v1alpha. The messages of v1 differ from v1alpha's only in their protobuf package. A
-single servicer therefore answers both versions, and the descriptors of v1 are derived from the library's v1alpha file.
+grpcio-reflection 1.85 has only v1alpha, whose messages differ only in their protobuf package.
 """
 
 from collections.abc import Sequence
@@ -15,7 +14,6 @@ _V1 = "grpc.reflection.v1.ServerReflection"
 
 
 def add_reflection(service_names: Sequence[str], server: grpc.aio.Server) -> None:
-    """Add reflection for the named services and for the reflection service."""
     _describe_v1()
     servicer = reflection.aio.ReflectionServicer((*service_names, _V1, _V1ALPHA))
     handler = grpc.stream_stream_rpc_method_handler(
@@ -29,7 +27,7 @@ def add_reflection(service_names: Sequence[str], server: grpc.aio.Server) -> Non
 
 
 def _describe_v1() -> None:
-    """Add the file of v1 to the descriptor pool. A second call of this function has no effect."""
+    """Add the file of v1 to the descriptor pool, unless it is already there."""
     file = descriptor_pb2.FileDescriptorProto()
     reflection_pb2.DESCRIPTOR.CopyToProto(file)
     file.options.ClearField("deprecated")

@@ -22,11 +22,10 @@ from pagewire_common.start_error import StartError
 
 log = structlog.get_logger()
 
-# Clients may ping every 10 s, even between calls. The server pings every client each minute. The server closes the
-# connection if the client does not answer a ping for another minute. Without the server's pings the unread answers of a
-# frozen client would stay in memory: 1.5 MB for a text of 131,000 tokens. The event loop accepts new calls one by one.
-# By default gRPC would cancel calls that wait for the event loop for 30 s, and some calls if more than a thousand wait.
-# The scheduler and the worker limit waiting calls themselves.
+# Clients may ping every 10 s, even between calls. The server pings every client each minute, and closes the connection
+# after another minute without an answer: a frozen client's unread answers take memory, 1.5 MB for a text of 131,000
+# tokens. By default, gRPC would cancel calls that wait for the event loop for 30 s, and some if more than a thousand
+# wait. Scheduler and worker limit waiting calls themselves.
 OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.server_max_unrequested_time_in_server", 86_400),
     ("grpc.server.max_pending_requests", 1 << 16),
@@ -39,26 +38,20 @@ OPTIONS: Sequence[tuple[str, int]] = (
 )
 
 MAX_CONNECTIONS = 1024
-"""Maximum number of connections of a server that has no setting for this limit."""
+"""Connections of a server without a setting for this limit."""
 
 LIVENESS = "liveness"
-"""The health service's name for liveness probes.
-
-The status of liveness is SERVING while the event loop runs, even if the service is not ready. Kubernetes therefore does
-not restart a worker that loads, drains or is busy.
+"""The health service's name for liveness probes: SERVING while the event loop runs, even if the service is not ready.
 """
 
 
 class GrpcServer:
-    """A gRPC server with health, reflection and readable errors.
+    """A gRPC server with health, reflection and readable errors. Create it inside the running event loop.
 
-    Until `set_serving` every named service and the server as a whole ("") are NOT_SERVING; `LIVENESS` is SERVING.
-
-    gRPC itself refuses messages above `max_receive_bytes`. Requests above the current `request_limits` are refused with
-    an explanation. Two servers on one port are an error unless both set `shares_port`. With `shares_port` each
-    connection is accepted by one of the two servers. `security` (module `tls`) and `check` (module `lock`) decide which
-    callers are accepted. `outermost` interceptors also see refused calls. Create the server inside the running event
-    loop.
+    Until `set_serving`, every service and the server as a whole ("") are NOT_SERVING; `LIVENESS` is SERVING. gRPC
+    refuses messages above `max_receive_bytes`; above `request_limits`, the error explains. Servers on one port must all
+    set `shares_port`. `security` and `check` decide which callers are accepted; `outermost` interceptors also see
+    refused calls.
     """
 
     def __init__(
@@ -90,11 +83,7 @@ class GrpcServer:
         add_reflection((*service_names, health.SERVICE_NAME), self.server)
 
     async def start(self, listen: str, event: str = "listening", setting: str = "--listen") -> str:
-        """Bind, serve, and log the address as an `event`. Returns the bound HOST:PORT.
-
-        Raises StartError if the address cannot be used. The error's text contains `setting`, the name of the address's
-        setting.
-        """
+        """Bind, serve, and log the address as an `event`. Returns HOST:PORT. Raises StartError, with `setting`."""
         await self.set_serving(False)
         await self.set_alive(True)
         try:
@@ -111,26 +100,18 @@ class GrpcServer:
         return address
 
     async def set_alive(self, alive: bool) -> None:
-        """Set the status that liveness probes receive. Until the first call of this method, liveness probes receive
-        SERVING.
-        """
+        """Set the status for liveness probes, at first SERVING."""
         self._health.set(LIVENESS, serving=alive)
 
     async def set_serving(self, serving: bool) -> None:
-        """Report SERVING or NOT_SERVING for every gRPC service of the server. The call has no effect after the server
-        has begun to stop.
-        """
+        """Report SERVING or NOT_SERVING for every gRPC service, until the server begins to stop."""
         if self._is_stopping:
             return
         for name in self._names:
             self._health.set(name, serving=serving)
 
     async def stop(self, drain: Callable[[float], Awaitable[None]], grace: float) -> None:
-        """Stop the server.
-
-        Report NOT_SERVING for good. Let `drain` end the work in flight within `grace` seconds. Afterwards close all
-        calls.
-        """
+        """Report NOT_SERVING for good, let `drain` end the work within `grace` seconds, then close all calls."""
         await self.set_serving(False)
         self._is_stopping = True
         await drain(grace)
@@ -138,7 +119,7 @@ class GrpcServer:
 
 
 def stop_event() -> asyncio.Event:
-    """Create an event that the first SIGTERM or SIGINT sets."""
+    """An event that the first SIGTERM or SIGINT sets."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -149,7 +130,7 @@ def stop_event() -> asyncio.Event:
 def run(program: str, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run a service until it ends. A StartError is printed as one sentence on stderr, with exit status 1."""
     raise_open_files_limit()
-    faulthandler.enable(sys.stderr)  # prints the stack of a crash in a C library: function names without values
+    faulthandler.enable(sys.stderr)  # prints the stack of a crash in a C library, without values
     try:
         asyncio.run(main())
     except StartError as error:

@@ -22,7 +22,7 @@ def configure_logging(level: str, log_format: Literal["auto", "json", "console"]
         cache_logger_on_first_use=True,
     )
     final: list[structlog.typing.Processor] = (
-        # Rich's tracebacks would show local variables, and local variables contain prompts.
+        # Rich's tracebacks would show local variables, which contain prompts.
         [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
         if console
         else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]

@@ -1,7 +1,6 @@
 """Metrics in Prometheus' text format at http://HOST:PORT/metrics.
 
-A scrape reads all numbers on the event loop. The numbers are therefore from the same moment, and no lock is required. A
-thread of the HTTP server formats the numbers.
+A scrape reads all numbers on the event loop, so they are from the same moment and need no lock.
 """
 
 import asyncio
@@ -32,11 +31,11 @@ log = structlog.get_logger()
 
 SCRAPE_SECONDS = 10.0
 MAX_SECONDS = 30.0
-"""Maximum seconds that a connection may last."""
+"""Seconds that a connection may last."""
 MAX_CONNECTIONS = 16
 MAX_HEAD_BYTES = 16 << 10
 _PEER_NAMES = "pagewire.peer_names"
-"""Key in a request's WSGI environment, under which the names in the client's certificate are stored."""
+"""The key of the client certificate's names in a request's WSGI environment."""
 
 Families = Callable[[], Awaitable[Iterable[Metric]]]
 MayRead = Callable[[str], bool]
@@ -50,11 +49,11 @@ async def serve_metrics(
     may_read: MayRead | None = None,
     readers: Collection[str] = (),
 ) -> AsyncIterator[str | None]:
-    """Serve the metrics that `families` returns, within the `with` block. Yields the bound HOST:PORT, or None if
-    `listen` is None.
+    """Serve the metrics that `families` returns, within the `with` block. Yields the bound HOST:PORT; None without
+    `listen`.
 
-    `may_read` checks a request's Authorization header. It is called on a thread of the HTTP server. If `readers` is not
-    empty, a client's certificate must contain a name from `readers`. Raises StartError if the address cannot be used.
+    `may_read`: checks a request's Authorization header, on a thread. `readers`: names of which a client's certificate
+    must contain one, unless empty. Raises StartError.
     """
     if listen is None:
         yield None
@@ -68,7 +67,7 @@ async def serve_metrics(
         reason = "an API key that may read metrics is needed"
         app = _guarded(app, lambda environ: may_read(environ.get("HTTP_AUTHORIZATION", "")), 401, reason, challenge)
     if readers:
-        reason = "metrics are for another identity than your certificate's"
+        reason = "your certificate does not have an identity that may read metrics"
         app = _guarded(app, lambda environ: not environ[_PEER_NAMES].isdisjoint(readers), 403, reason)
     host, _, port = listen.rpartition(":")
     server_class = _ServerIPv6 if ":" in host else _Server
@@ -91,7 +90,7 @@ async def serve_metrics(
 
 
 class _OnLoop(Collector):
-    """A collector that any thread may call. The collector reads the numbers on the event loop."""
+    """A collector that any thread may call, and that reads the numbers on the event loop."""
 
     def __init__(self, families: Families, loop: asyncio.AbstractEventLoop) -> None:
         self._families = families
@@ -116,7 +115,7 @@ def _guarded(
     reason: str,
     *headers: tuple[str, str],
 ) -> "WSGIApplication":
-    """Return an application that answers with this status and reason if `may_pass` does not accept a request."""
+    """Return an application that answers requests that `may_pass` refuses with this status and reason."""
 
     def guarded(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
         if may_pass(environ):
@@ -156,7 +155,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         return connection, address
 
     def verify_request(self, request: object, client_address: object) -> bool:  # noqa: ARG002
-        """Whether the number of connections allows another connection. If not, the new connection is closed."""
+        """Whether the number of connections allows another; if not, the new connection is closed."""
         return self._room.acquire(blocking=False)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -170,7 +169,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._room.release()
 
     def handle_error(self, request: object, client_address: object) -> None:  # noqa: ARG002
-        """Log a scraper's errors at debug level. The scraper's own log explains why a scrape failed."""
+        """Log at debug level, because the scraper's own log explains a failed scrape."""
         log.debug("scrape failed", exc_info=True)
 
 
@@ -184,7 +183,7 @@ def _cut(connection: socket.socket) -> None:
 
 
 class _Head:
-    """The first line and the headers of a request, read up to a limit of bytes and seconds."""
+    """The first line and the headers of a request, within limits of bytes and seconds."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

@@ -1,7 +1,4 @@
-"""OpenTelemetry traces of requests, exported by OTLP over gRPC. Traces are exported only if an endpoint is set.
-
-The environment variables of OpenTelemetry's SDK also apply: OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS and others.
-"""
+"""OpenTelemetry traces, exported by OTLP over gRPC if an endpoint is set. The SDK's variables also apply."""
 
 import asyncio
 import contextlib
@@ -22,22 +19,16 @@ from pagewire_common.start_error import StartError
 log = structlog.get_logger()
 TRACE_PARENT = "traceparent"
 MAX_HEADER = 1024
-"""Maximum length in characters of a trace header (traceparent or tracestate). A longer header is ignored. A traceparent
-has 55 characters.
-"""
+"""Characters of a trace header above which it is ignored. A traceparent has 55."""
 _HEADERS = (TRACE_PARENT, "tracestate")
 _PROPAGATOR = TraceContextTextMapPropagator()
 logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)  # its warnings quote the tracestate
 EXPORT_SECONDS = 3.0
-"""Time limit in seconds for exporting one batch. If nothing listened at the endpoint, the two services needed 1.2 s and
-1.0 s to end.
-"""
+"""Seconds for exporting one batch. If nothing listened, the two services needed 1.2 s and 1.0 s to end."""
 
 
 def check_endpoint(endpoint: str | None) -> str | None:
-    """Check that an endpoint is http://HOST:PORT, or https:// for TLS. Returns None for an empty endpoint. Raises
-    ValueError.
-    """
+    """Check that an endpoint is http://HOST:PORT, or https:// for TLS; None if it is empty. Raises ValueError."""
     if not endpoint:
         return None
     parts = urlsplit(endpoint)
@@ -48,11 +39,7 @@ def check_endpoint(endpoint: str | None) -> str | None:
 
 @contextlib.asynccontextmanager
 async def tracing(endpoint: str | None, service: str) -> AsyncIterator[Tracer | None]:
-    """Yield a tracer within the `with` block, or None without an endpoint. At the end, remaining spans are exported for
-    some seconds.
-
-    Raises StartError.
-    """
+    """Yield a tracer, or None without an endpoint. At the end, export the remaining spans. Raises StartError."""
     if endpoint is None:
         yield None
         return
@@ -80,9 +67,7 @@ async def tracing(endpoint: str | None, service: str) -> AsyncIterator[Tracer | 
 
 
 def parent_of(metadata: Iterable[tuple[str, Any]]) -> Context:
-    """The caller's trace context from its metadata, in W3C's format. The result is empty if the metadata contains no
-    trace context.
-    """
+    """The caller's trace context in its metadata, in W3C's format; empty without one."""
     carrier = {
         name: value
         for name, value in metadata

@@ -1,8 +1,7 @@
 """Writes a log line (method, key id of the caller, status) for each call whose method writes no log line itself.
 
-From the request, the log line contains only names that the method passes to `note`. The log line never contains a key.
-Successful health probes are not logged. A caller without a valid key could fill the log, so only a few calls without a
-valid key are logged, and further such calls are counted.
+The line contains no key, and from the request only names passed to `note`. Of calls without a valid key, which could
+fill the log, only a few are logged and the rest counted.
 """
 
 import asyncio
@@ -16,15 +15,14 @@ from typing import Any
 import grpc
 import structlog
 
-from pagewire_common.calls.around import Context, put_around
+from pagewire_common.calls.errors import Context, put_around
 from scheduler_service.access.caller import caller
 
 log = structlog.get_logger()
 
 MAX_NOTED = 256
-"""Largest number of characters of a name in a log line."""
 MAX_REFUSED = 20
-"""Largest number of calls without a valid key that are logged in each period of `PERIOD_SECONDS`."""
+"""Calls without a valid key that are logged in each period of `PERIOD_SECONDS`."""
 PERIOD_SECONDS = 10.0
 _HEALTH = "/grpc.health.v1.Health/"
 _PROBES = frozenset(("/vllm.grpc.engine.VllmEngine/HealthCheck",))
@@ -40,18 +38,15 @@ def note(**names: str) -> None:
 
 
 def leave_own_line() -> None:
-    """Write no audit line for the current call, because its method writes a more detailed log line."""
+    """Write no audit line for the current call, whose method writes a more detailed log line."""
     _has_line.set(True)
 
 
 class Audit(grpc.aio.ServerInterceptor):
-    """The outermost interceptor of a gRPC server, which writes audit lines.
-
-    Create the interceptor inside the event loop.
-    """
+    """The outermost interceptor of a gRPC server. Create it inside the event loop."""
 
     def __init__(self) -> None:
-        self._num_refused = 0  # calls without a valid key in the current period
+        self._num_refused = 0  # in the current period
 
     async def intercept_service(
         self,
@@ -65,7 +60,7 @@ class Audit(grpc.aio.ServerInterceptor):
 
     @contextlib.asynccontextmanager
     async def _watched(self, method: str, context: Context) -> AsyncIterator[None]:
-        # `peer` is called before the call ends, because gRPC crashes if `peer` is called after the end of a call.
+        # gRPC crashes if `peer` is called after the end of a call.
         began, status, peer = time.monotonic(), grpc.StatusCode.OK, context.peer()
         try:
             yield

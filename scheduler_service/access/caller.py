@@ -10,31 +10,25 @@ from pagewire_common.serving.lock import Check
 from scheduler_service.access.keys import ApiKey, Keyring
 
 caller: ContextVar[ApiKey | None] = ContextVar("caller", default=None)
-"""The API key of the current call; None if calls need no key."""
+"""None if calls need no key."""
 
 
-def key_check(keyring: Callable[[], Keyring | None], *, admin: bool = False) -> Check:
-    """Create a check that each call has a valid API key. With `admin`, the key must be an administrator's key.
-
-    If `keyring` returns None, calls need no key.
-    """
+def admin_check(keyring: Callable[[], Keyring | None]) -> Check:
+    """A check that each call has an administrator's API key. If `keyring` returns None, calls need no key."""
 
     def check(details: grpc.HandlerCallDetails) -> None:
         if (keys := keyring()) is None:
             return
         key = keys.authenticate(details.invocation_metadata)
         caller.set(key)
-        if admin and not key.admin:
+        if not key.admin:
             raise RequestError(grpc.StatusCode.PERMISSION_DENIED, "this API key may not administer")
 
     return check
 
 
 def tenant_of(asked: str) -> str:
-    """The tenant of the current call: the API key's tenant or, if calls need no key, the tenant in the request.
-
-    Raises PERMISSION_DENIED if the requested tenant differs from the key's tenant.
-    """
+    """The API key's tenant or, without a key, the requested one. Raises PERMISSION_DENIED if the two differ."""
     if (key := caller.get()) is None:
         return asked
     if asked not in ("", key.tenant):

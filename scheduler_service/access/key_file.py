@@ -1,10 +1,7 @@
-"""Reads API keys from a key file, which is read again after a change, and from an environment variable.
+"""Reads API keys from a key file, again after each change, and from an environment variable.
 
-A changed key file may be half written, so it is read only after two consecutive checks find the same state of the file.
-
-Many editors replace a file: they write a new file and rename it. Compose and a Kubernetes `subPath` can mount a key
-file without its folder. If a key file that is mounted without its folder is replaced, the process continues to see the
-old file, and a revoked key stays valid. Mount the folder of the key file, not the key file itself.
+A changed file may be half written, so two consecutive checks must find the same state. Mount the file's folder, not the
+file alone: an editor would replace the file, and the process would keep a revoked key.
 """
 
 import asyncio
@@ -20,24 +17,27 @@ from scheduler_service.access.keys import Keyring, read_keys
 log = structlog.get_logger()
 
 LOOK_SECONDS = 1.0
-"""Seconds between two checks whether the key file has changed."""
+"""Seconds between two checks of the key file."""
 _MOUNT = "mount its folder, and name the file in it"
 
 
 class KeyFile:
-    """The API keys of a key file, and the API key of an environment variable.
+    """The API keys of a key file and of an environment variable.
 
-    `keyring` has all keys. `keyring` is None if neither a key file nor an environment variable is given, so that calls
-    need no key. Raises StartError if the keys are unreadable or invalid.
+    `keyring` is None if neither is given: calls then need no key. Raises StartError.
     """
 
     def __init__(self, file: Path | None, plain: str | None) -> None:
         self._file = file
         self._plain = plain
-        self._stamp = self._look()  # before the file is read, to notice a change during reading
+        self._stamp = self._look()  # before the file is read, to notice a change meanwhile
         self.keyring: Keyring | None = None
         if file is not None and os.path.ismount(file):
-            log.warning("the file of API keys is mounted by itself: it may change unseen", file=str(file), do=_MOUNT)
+            log.warning(
+                "the file of API keys is mounted without its folder: changes may go unnoticed",
+                file=str(file),
+                do=_MOUNT,
+            )
         if file is not None or plain is not None:
             try:
                 self.keyring = read_keys(file, plain)
@@ -53,10 +53,7 @@ class KeyFile:
         return None if status is None else (status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino)
 
     async def watch(self, tell: Callable[[Keyring], None]) -> None:
-        """Call `tell` with the new keys after each change of the key file, until cancelled.
-
-        If the key file becomes invalid or unreadable, the old keys stay in use.
-        """
+        """Call `tell` with the new keys after each change, until cancelled. Invalid changes have no effect."""
         seen = self._stamp
         while self._file is not None:
             await asyncio.sleep(LOOK_SECONDS)
@@ -90,7 +87,7 @@ class KeyFile:
 
     @staticmethod
     def _is_replaced(file: Path) -> bool:
-        """Whether another file has replaced the mounted key file, which is then no longer in any folder."""
+        """Whether another file has replaced the mounted key file, which is then in no folder."""
         try:
             return file.stat().st_nlink == 0
         except OSError:

@@ -34,9 +34,7 @@ from pagewire_common.calls.errors import RequestError
 
 MAX_NAME = 64
 MAX_BYTES = 4 << 20
-"""Largest number of bytes of a key file. The limit is low because the engine sends all keys to a front end in one
-message.
-"""
+"""Largest bytes of a key file: the engine sends all keys to a front end in one message."""
 _SCHEME = "bearer "
 _START = 8
 
@@ -68,7 +66,7 @@ class _File(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """The permissions and limits of one API key. A limit of None means that there is no limit."""
+    """The permissions and limits of one API key. None means no limit."""
 
     id: str
     digest: bytes
@@ -83,7 +81,6 @@ class ApiKey:
     metrics: bool = False
 
     def check_model(self, name: str) -> None:
-        """Raises PERMISSION_DENIED if the key may not use the model."""
         if self.models is not None and name not in self.models:
             raise RequestError(grpc.StatusCode.PERMISSION_DENIED, f"this API key may not use the model {name!r}")
 
@@ -101,10 +98,7 @@ def digest_of(key: str) -> bytes:
 
 
 class Keyring:
-    """All API keys.
-
-    Raises ValueError if two keys have the same id, or if keys of the same tenant have different weights.
-    """
+    """All API keys. Raises ValueError for two equal ids, or for different weights of one tenant's keys."""
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
         self.by_id: dict[str, ApiKey] = {}
@@ -120,20 +114,15 @@ class Keyring:
             self.by_id[key.id] = self._by_start[key.digest[:_START]] = key
 
     def find(self, presented: str) -> ApiKey | None:
-        """The `ApiKey` of the key that a caller presents; None if it is unknown.
+        """The key that a caller presents; None if it is unknown. The run time reveals nothing about existing keys.
 
-        The run time of `find` reveals nothing about existing keys.
-
-        The first bytes of the presented key's digest select an `ApiKey`, whose whole digest is then compared in
-        constant time. Callers learn nothing from the selection, because they cannot choose the digest of the key that
-        they present.
+        Callers cannot choose the digest whose first bytes select a key; whole digests are compared in constant time.
         """
         digest = digest_of(presented)
         key = self._by_start.get(digest[:_START])
         return key if key is not None and hmac.compare_digest(key.digest, digest) else None
 
     def opens_metrics(self, authorization: str) -> bool:
-        """Whether an HTTP request with this Authorization header may read metrics."""
         try:
             key = self.authenticate([("authorization", authorization)])
         except RequestError:
@@ -141,7 +130,7 @@ class Keyring:
         return key.metrics or key.admin
 
     def authenticate(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> ApiKey:
-        """Find the API key in the header `authorization` of a call. Raises UNAUTHENTICATED."""
+        """Find the API key in the header `authorization`. Raises UNAUTHENTICATED."""
         values = [value for name, value in metadata or () if name == "authorization"]
         if not values:
             raise _unauthenticated(_NO_KEY)
@@ -152,7 +141,7 @@ class Keyring:
         return key
 
     def encode(self) -> pb.Keys:
-        """Encode all keys as the message to front ends: ids, digests, tenants, models and adapters."""
+        """Encode ids, digests, tenants, models and adapters of all keys for front ends."""
         return pb.Keys(
             keys=[
                 pb.Key(
@@ -191,14 +180,11 @@ def _unauthenticated(reason: str) -> RequestError:
 
 
 ENVIRONMENT_KEY = "environment"
-"""The id of the API key that comes from the environment variable."""
+"""The id of the key in the environment variable."""
 
 
 def read_keys(file: Path | None, plain: str | None) -> Keyring:
-    """Read the keys of a key file, and add the key `plain` with all permissions.
-
-    Raises ValueError for an invalid file or key.
-    """
+    """Read a key file, and add the key `plain` with all permissions. Raises ValueError for an invalid file or key."""
     if file is not None and (size := file.stat().st_size) > MAX_BYTES:
         raise ValueError(f"the file has {size} bytes; at most {MAX_BYTES} are read")
     keys = [] if file is None else parse_keys(file.read_text())
@@ -210,11 +196,11 @@ def read_keys(file: Path | None, plain: str | None) -> Keyring:
 
 
 def parse_keys(text: str) -> list[ApiKey]:
-    """Parse a key file. Raises ValueError, whose message names the place of the error in the file."""
+    """Raises ValueError, whose message names the place of the error in the file."""
     try:
         entries = _File.model_validate(tomllib.loads(text)).key
         if entries is None:  # for example because the file is still being written
-            raise ValueError("it has no [[key]]; if no key is to open anything, write key = []")
+            raise ValueError("it has no [[key]]; to allow no key at all, write key = []")
     except ValidationError as error:
         first = error.errors()[0]
         place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])

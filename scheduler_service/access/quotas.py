@@ -1,9 +1,7 @@
 """Limits the usage of each API key: requests and tokens a minute, and requests in flight.
 
-Each quota is a token bucket, which is refilled at a constant rate. An API key may use the quota of a whole minute at
-once. The tokens of a prompt are subtracted from the bucket when the request is queued, and the output tokens when the
-call ends. A request may use more tokens than its key has left, because the number of output tokens is unknown at first.
-While a bucket is empty or overdrawn, the key's requests are refused.
+Quotas are token buckets with room for a minute. Prompt tokens are subtracted when the request is queued, output tokens
+when the call ends: a request may overdraw its bucket, and the next are then refused.
 """
 
 from dataclasses import dataclass, field
@@ -15,20 +13,20 @@ from scheduler_service.access.keys import ApiKey, Keyring
 
 
 class Bucket:
-    """A token bucket whose size is the quota of one minute. A new bucket is full."""
+    """A token bucket of one minute's quota. A new bucket is full."""
 
     def __init__(self) -> None:
         self._used = 0.0
         self._at = 0.0
 
     def used(self, per_minute: int, now: float) -> float:
-        """The used part of the quota at the time `now`. The used part falls by `per_minute` / 60 a second."""
+        """The used part of the quota, which falls by `per_minute` / 60 a second."""
         self._used = max(0.0, self._used - (now - self._at) * per_minute / 60)
         self._at = now
         return self._used
 
     def missing(self, per_minute: int, now: float) -> float:
-        """Seconds until at least one request or token of the quota is free; 0 if one is free now."""
+        """Seconds until a request or token of the quota is free; 0 if one is free now."""
         return max(0.0, (self.used(per_minute, now) + 1 - per_minute) * 60 / per_minute)
 
     def use(self, number: int) -> None:
@@ -43,16 +41,13 @@ class _Use:
     num_in_flight: int = 0
 
     def is_over(self, now: float) -> bool:
-        """Whether the key has no requests in flight, and all its buckets are full again."""
+        """Whether the key has no requests in flight, and all its buckets are full."""
         limits = (self.requests, self.key.requests_per_minute), (self.tokens, self.key.tokens_per_minute)
         return not self.num_in_flight and not any(most is not None and one.used(most, now) for one, most in limits)
 
 
 class Quotas:
-    """Counts the tokens and requests that each API key has used, and refuses calls of a key beyond its quotas.
-
-    The usage of a key that was removed is kept until the key's buckets are full, because the key may be added again.
-    """
+    """Counts the usage of each API key. A removed key, which may be added again, is kept until its buckets are full."""
 
     def __init__(self, keyring: Keyring | None) -> None:
         self._keyring = keyring
@@ -66,10 +61,10 @@ class Quotas:
                 del self._uses[key_id]
 
     def admit(self, key_id: str, now: float, *, is_request: bool, takes_place: bool = False) -> None:
-        """Check and count a call of a key. A call with `is_request` counts as in flight until `leave`.
+        """Check and count a call. With `is_request` it is in flight until `leave`; `takes_place` of an older call
+        allows one more.
 
-        A call that replaces an older call (`takes_place`) may exceed the limit of requests in flight by one, until the
-        older call leaves. Raises RESOURCE_EXHAUSTED, or UNAUTHENTICATED for a removed key.
+        Raises RESOURCE_EXHAUSTED, or UNAUTHENTICATED for a removed key.
         """
         if self._keyring is None:
             return
@@ -92,15 +87,11 @@ class Quotas:
                 _refuse(f"this API key has used its {most} {what} a minute; try again in {seconds:.1f} s")
 
     def use_tokens(self, key_id: str, number: int) -> None:
-        """Count tokens of a key that has a token limit.
-
-        For a key without one, no tokens are counted, so its bucket is full if it receives a limit later.
-        """
+        """Count tokens. A key without a token limit has a full bucket if it receives a limit later."""
         if (use := self._uses.get(key_id)) is not None and use.key.tokens_per_minute is not None:
             use.tokens.use(number)
 
     def leave(self, key_id: str) -> None:
-        """Record that an admitted request of a key has ended."""
         if (use := self._uses.get(key_id)) is not None and use.num_in_flight:
             use.num_in_flight -= 1
 

@@ -1,7 +1,6 @@
-"""Plans the steps of workers. The code imports only the standard library: no gRPC, protobuf, torch, asyncio, clock or
-I/O.
+"""Plans the steps of workers with the standard library alone: no gRPC, torch, asyncio, clock or I/O.
 
-A `Scheduler` plans the steps of one worker. The schedulers of all workers share one `WaitingQueue`.
+A `Scheduler` plans the steps of one worker. All schedulers share one `WaitingQueue`.
 """
 
 from scheduler_service.core.blocks.allocator import BlockAllocator
@@ -9,10 +8,9 @@ from scheduler_service.core.blocks.manager import AllocStatus, BlockManager
 from scheduler_service.core.config import PhaseRule, PreemptionMode, SchedulerConfig
 from scheduler_service.core.groups.encoder_input import EncoderInput
 from scheduler_service.core.groups.pooling_params import PoolingParams, PoolingType
-from scheduler_service.core.groups.sampling_params import SamplingParams
+from scheduler_service.core.groups.sampling_params import SamplingParams, TranscriptParams
 from scheduler_service.core.groups.sequence import Sequence, SequenceGroup
 from scheduler_service.core.groups.sequence_status import SequenceStatus
-from scheduler_service.core.groups.transcript_params import TranscriptParams
 from scheduler_service.core.outputs import ModelOutput, ScheduledSequence, SchedulerOutput, SequenceOutput
 from scheduler_service.core.placement.balancer import Balancer
 from scheduler_service.core.placement.choice import Placement, PlacementReason

@@ -1,4 +1,4 @@
-"""The engine: one process that distributes requests to workers, and stores the adapters for workers."""
+"""Connects the parts of the engine, and is its interface for front ends and the service."""
 
 import asyncio
 import contextlib
@@ -20,8 +20,8 @@ from scheduler_service.engine.calls.requests import Requests
 from scheduler_service.engine.sessions.discovery import Resolve, resolve_by_dns
 from scheduler_service.engine.sessions.membership import Membership
 from scheduler_service.engine.sessions.worker_fleet import WorkerFleet
-from scheduler_service.engine.workers.workers import UNSERVED_SECONDS, Workers
-from scheduler_service.recording.recorder import NoRecorder, Recorder
+from scheduler_service.engine.workers import UNSERVED_SECONDS, Workers
+from scheduler_service.recording.recorder import Recorder
 from scheduler_service.recording.writer import FileWriter
 from scheduler_service.settings import SchedulerSettings
 
@@ -29,10 +29,9 @@ SHUTTING_DOWN = RequestError(grpc.StatusCode.UNAVAILABLE, "the server is shuttin
 
 
 class Engine:
-    """Accepts requests from front ends and computes them on the workers. Create the engine inside its event loop.
+    """Create the engine inside its event loop. `resolve` looks up host names of workers.
 
-    `resolve` looks up the addresses of workers' host names. Raises StartError if a model file of the settings is
-    missing, certificates are unusable, or the recording file exists already.
+    Raises StartError for a missing model file, unusable certificates, or a recording file that exists.
     """
 
     def __init__(
@@ -40,10 +39,9 @@ class Engine:
     ) -> None:
         self.settings = settings
         self.keyring = keyring
-        """The API keys that calls may use, or None if calls need no API key."""
+        """None if calls need no API key."""
         self.cache_secret = secrets.token_bytes(32)  # clients cannot predict keys of the prefix cache without it
         self.is_draining = False
-        """Whether the server is shutting down. During a shutdown, further requests are refused."""
         self._is_over = False
         self._is_empty = asyncio.Event()
         self._weights = _tenant_weights(settings, keyring)
@@ -58,12 +56,10 @@ class Engine:
     # ---- for front ends
 
     def admit(self, call: Call, num_bytes: int, *, resumes: bool = False, adapter_name: str = "") -> None:
-        """Admit a call: count it towards the limits on calls. In a flood of calls, excess calls are refused before the
-        engine does any work.
+        """Count a call towards the limits, before any work.
 
-        Raises UNAVAILABLE during a shutdown, RESOURCE_EXHAUSTED if a limit is reached, and ALREADY_EXISTS if a call
-        with the same key is in flight. Raises NOT_FOUND for an unknown adapter, and INVALID_ARGUMENT for a request that
-        never fits into memory.
+        Raises UNAVAILABLE during a shutdown, RESOURCE_EXHAUSTED at a limit, ALREADY_EXISTS for a key in flight,
+        NOT_FOUND for an unknown adapter, INVALID_ARGUMENT for a request that never fits into memory.
         """
         if self.is_draining and call.key:
             raise SHUTTING_DOWN
@@ -72,18 +68,15 @@ class Engine:
         call.adapter_name, call.adapter_id = adapter_name, adapter
 
     def hold(self, call: Call, num_bytes: int) -> None:
-        """Count further texts of an admitted call towards the memory limit. Raises RESOURCE_EXHAUSTED or
-        INVALID_ARGUMENT if memory is lacking.
-        """
+        """Count further texts of an admitted call. Raises RESOURCE_EXHAUSTED or INVALID_ARGUMENT without memory."""
         call.has_texts = True
         self.requests.admission.hold(call, num_bytes)
 
     def submit(self, call: Call, submission: pb.Submit) -> None:
         """Queue an admitted request, or a text of an admitted call.
 
-        During a shutdown raises UNAVAILABLE: at once for a request, but only after the grace period for a text of an
-        admitted embedding call. Raises ALREADY_EXISTS if the request resumes a request in flight that has a different
-        prompt. Raises RESOURCE_EXHAUSTED or INVALID_ARGUMENT if memory is lacking.
+        Raises UNAVAILABLE during a shutdown, for a text only after the grace period, and the errors of `Requests.queue`
+        and `hold`.
         """
         if self.is_draining and (call.parent is None or self._is_over):
             raise SHUTTING_DOWN
@@ -93,9 +86,7 @@ class Engine:
         self.requests.queue(call, submission)
 
     def close(self, call: Call, finished: FinishedRequest | None = None) -> None:
-        """Free the memory, the limits and the adapter that a finished call still holds. `finished` is the description
-        of the request that operators can list.
-        """
+        """Free everything that a finished call holds. `finished` describes the request to operators."""
         self.requests.close(call, finished)
         if call.adapter_id:
             self.adapters.released(call.adapter_id)
@@ -107,16 +98,14 @@ class Engine:
     # ---- for the service
 
     async def run(self) -> None:
-        """Serve until cancelled."""
         try:
             await self._members.run()
         finally:
-            self._recorder.close()
+            if self._recorder is not None:
+                self._recorder.close()
 
     def set_keys(self, keyring: Keyring) -> None:
-        """Require one of these API keys from now on. Except during a recording, the weights of tenants in the fair
-        queue are also replaced.
-        """
+        """A recording keeps its weights of tenants."""
         self.keyring = keyring
         self.requests.admission.quotas.set_keys(keyring, time.monotonic())
         if self.settings.record is None:
@@ -124,10 +113,8 @@ class Engine:
             self._weights.update(_tenant_weights(self.settings, keyring))
 
     async def drain(self, grace: float) -> None:
-        """Refuse further requests, and wait until every call is closed. After `grace` seconds, end the remaining calls.
-
-        If no worker is connected for UNSERVED_SECONDS, the remaining calls end at once. Clients can resume their
-        requests at another scheduler.
+        """Refuse further requests, and end the rest after `grace` seconds or UNSERVED_SECONDS without a worker. Clients
+        can resume at another scheduler.
         """
         self.is_draining = True
         with contextlib.suppress(TimeoutError):
@@ -143,7 +130,6 @@ class Engine:
 
 
 async def _first_of(*coroutines: Coroutine[Any, Any, None]) -> None:
-    """Run the coroutines until one has returned, and cancel the rest."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -157,9 +143,9 @@ def _tenant_weights(settings: SchedulerSettings, keyring: Keyring | None) -> dic
     return {**settings.tenant_weights, **({} if keyring is None else keyring.weights)}
 
 
-def _recorder(settings: SchedulerSettings, tenant_weights: Mapping[str, float]) -> NoRecorder:
+def _recorder(settings: SchedulerSettings, tenant_weights: Mapping[str, float]) -> Recorder | None:
     if settings.record is None:
-        return NoRecorder()
+        return None
     return Recorder(
         FileWriter(settings.record),
         policy=settings.scheduling_policy,

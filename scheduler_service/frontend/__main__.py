@@ -1,4 +1,4 @@
-"""A front end process. The engine starts it with `python -m scheduler_service.frontend --engine … --listen …`."""
+"""A front-end process, which the engine starts with `python -m scheduler_service.frontend --engine … --listen …`."""
 
 import argparse
 import os
@@ -29,8 +29,7 @@ def main() -> None:
     leave_signals_to_the_parent()
     end_with_the_parent()  # an orphaned front end would keep the port open
 
-    # If cores are scarce, the engine has priority: a late front end merges tokens into fewer messages, but a late
-    # engine lets workers idle.
+    # with few cores, the engine comes first: a late front end sends fewer messages, a late engine idles workers
     os.nice(NICE)
     from scheduler_service.frontend.server import serve
 
@@ -48,10 +47,7 @@ def main() -> None:
 
 
 def _keep_stderr_for_logs() -> None:
-    """Discard output of C libraries on stderr.
-
-    The MP3 decoder prints a line for each bad frame: a client's file of 16 MiB added 77,000 lines to the log.
-    """
+    """Discard what C libraries write to stderr: the MP3 decoder wrote 77,000 lines for a client's file of 16 MiB."""
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)

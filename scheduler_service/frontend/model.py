@@ -19,31 +19,22 @@ from scheduler_service.frontend.speech.speech_tokens import SpeechTokens
 from scheduler_service.frontend.text.tokenization import Tokenizer
 
 MAX_SCORED = 2
-"""Score calls need a classifier with at most this number of classes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """Name, limits, defaults and tokenizer of the served model, and its files by name.
 
-    `generates`: whether the model can generate tokens.
-    `embedding_size`: length of embedding vectors; 0 means that the model cannot embed.
+    `embedding_size`, `num_labels`, `max_encoder_len`, `feature_bytes`: 0 if the model lacks this ability.
     `pooling_type`, `normalizes`: the pooling with which the model was trained.
-    `num_labels`: number of a classifier's classes; 0 means that the model is no classifier.
-    `scores_plainly`: whether a Score call returns the raw output of a classifier.
+    `scores_plainly`: a Score call returns the classifier's raw output.
     `similarity`: the function that compares vectors, by sentence-transformers' name.
-    `context_length`: largest number of tokens of a sequence, without lookahead slots for drafts.
-    `pool_tokens`: largest number of tokens in a worker's KV cache for all outputs of one request. Each output also
-      occupies `num_lookahead_slots` tokens of the KV cache.
-    `max_encoder_len`: largest number of tokens of the encoder's input; 0 for a model without an encoder.
-    `feature_bytes`: bytes of the features of one window of sound; 0 for a model whose encoder reads no sound.
-    `speech_tokens`: control tokens of a model that can transcribe.
-    `decoder_start_token_ids`: the default prompt of a decoder behind an encoder; a request may override it.
-    `undeclared_keys`: whether JSON outputs may have keys that the schema does not name, unless the request sets
-      `strict`.
-
-    A model with random weights may have no tokenizer. Without a tokenizer, prompts are token ids, and outputs have no
-    text.
+    `context_length`: tokens of a sequence, without lookahead slots for drafts.
+    `pool_tokens`: tokens in a worker's KV cache for all outputs of one request, and their `num_lookahead_slots`.
+    `feature_bytes`: bytes of the features of one window of sound.
+    `decoder_start_token_ids`: the default prompt of a decoder behind an encoder.
+    `undeclared_keys`: JSON outputs may have keys that the schema does not name, unless the request sets `strict`.
+    `tokenizer`: None for some models with random weights; prompts are then token ids, and outputs have no text.
     """
 
     name: str
@@ -78,7 +69,6 @@ class ServedModel:
 
     @property
     def tasks(self) -> list[str]:
-        """Names of the calls that the model can answer."""
         able = {
             "generate": self.generates,
             "embed": self.embedding_size > 0,
@@ -89,7 +79,7 @@ class ServedModel:
 
     @classmethod
     def load(cls, limits: ModelLimits, directory: Path) -> "ServedModel":
-        """Read the model's files in `directory`. Reading takes about a second, so call `load` on a thread."""
+        """Read the model's files, on a thread: reading takes about a second."""
         config = _read_json(directory / "config.json") or {}
         generation = GenerationConfig.read(config, _read_json(directory / FILE), limits.vocabulary_size)
         tokenizer = Tokenizer(directory) if (directory / "tokenizer.json").exists() else None
@@ -117,10 +107,8 @@ class ServedModel:
 
 
 def _decoder_start(config: Mapping[str, Any], generation: GenerationConfig) -> tuple[int, ...]:
-    """The default prompt of a decoder: its start token and, for some models, a forced first token.
-
-    As in transformers, the beginning-of-sequence token replaces a missing start token. The prompt is empty if the
-    model's files name neither token.
+    """The start token (in transformers' way, else the beginning-of-sequence token), and for some models a forced first
+    one.
     """
 
     def token(name: str) -> int | None:

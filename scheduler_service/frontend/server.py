@@ -5,7 +5,6 @@ import gc
 import os
 import time
 
-import grpc
 import structlog
 from smg_grpc_proto.generated import vllm_engine_pb2
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import add_VllmEngineServicer_to_server
@@ -17,9 +16,7 @@ from pagewire_common.connection.tls import OPEN, Security
 from pagewire_common.serving.server import MAX_CONNECTIONS, GrpcServer
 from pagewire_common.telemetry.tracing import tracing
 from scheduler_service.access.audit import Audit
-from scheduler_service.access.caller import key_check
 from scheduler_service.frontend.link.engine_link import EngineLink
-from scheduler_service.frontend.link.patience import note_patience
 from scheduler_service.frontend.servicer import InferenceServicer
 from scheduler_service.frontend.vllm_engine_servicer import VllmEngine
 
@@ -31,34 +28,23 @@ SERVICES = [
 ]
 LOOK_SECONDS = 1.0
 UNLOADED_SECONDS = 5.0
-"""Seconds before a front end that cannot load the model restarts. Until then, its calls fail with the reason of the
-failed load.
-"""
+"""Seconds before a front end that cannot load the model restarts. Until then, its calls fail with the reason."""
 MAX_SILENT_SECONDS = 30.0
-"""Seconds of silence after which the engine counts as hanging. A working engine sends a message every five seconds, and
-planning a step takes only milliseconds.
-"""
+"""Seconds of silence after which the engine counts as hanging. A working engine sends a message every five seconds."""
 LONGEST_MESSAGE = 16 << 20
-"""Largest number of bytes of a gRPC message from a client: enough for a prompt of more than a million tokens."""
+"""Largest bytes of a client's gRPC message: more than a million tokens of prompt."""
 
 
 def front_end_server(
     link: EngineLink, *, shares_port: bool, security: Security = OPEN, max_connections: int = MAX_CONNECTIONS
 ) -> GrpcServer:
-    """Create a front end's server without starting it."""
-    check_key = key_check(lambda: link.keyring)
-
-    def check(details: grpc.HandlerCallDetails) -> None:
-        check_key(details)
-        note_patience(details)
-
     server = GrpcServer(
         SERVICES,
         max_receive_bytes=LONGEST_MESSAGE,
-        request_limits=lambda: link.request_limits,
+        request_limits=link.request_limits,
         shares_port=shares_port,
         security=security,
-        check=check,
+        check=link.check,
         max_connections=max_connections,
         outermost=[Audit()],
     )
@@ -74,11 +60,7 @@ async def serve(
     max_connections: int = MAX_CONNECTIONS,
     traces_endpoint: str | None = None,
 ) -> int:
-    """Serve clients until the engine says goodbye or is lost. Returns the exit status of the process.
-
-    The front end does not wait for a lost engine to return: the queue and all computed tokens are lost with the engine.
-    Clients can resume their requests at any scheduler.
-    """
+    """Serve clients until the engine, and with it every request, is gone. Returns the exit status of the process."""
     async with tracing(traces_endpoint, "pagewire-scheduler") as tracer:
         return await _serve(EngineLink(engine, tracer), listen, security, max_connections)
 
@@ -110,7 +92,6 @@ async def _serve(link: EngineLink, listen: str, security: Security, max_connecti
 
 
 async def show_health(link: EngineLink, server: GrpcServer) -> None:
-    """Report the engine's health to clients, after the model is loaded. Raises the error of a failed load."""
     await link.loading.wait()
     _spare_the_collector()
     while True:
@@ -143,10 +124,9 @@ async def _nothing(_: float) -> None:
 def _spare_the_collector() -> None:
     """Exclude the objects that exist after the model is loaded from Python's cycle collector.
 
-    The tokenizers library alone creates half a million objects that live as long as the process. Under load, the
-    collector's scans of these objects took a third of the process's time, in pauses of 0.1 s. The objects of a request
-    are freed without the collector when the call ends. The collector is needed only for small reference cycles, such as
-    in gRPC's exceptions, so it scans the oldest generation only once in about 100,000 new objects.
+    The tokenizers library alone creates half a million lasting objects: scanning them took a third of the process's
+    time under load, in pauses of 0.1 s. The collector is needed only for small cycles, such as in gRPC's exceptions, so
+    it scans the oldest generation once in about 100,000 new objects.
     """
     gc.collect()
     gc.freeze()

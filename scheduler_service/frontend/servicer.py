@@ -14,14 +14,11 @@ from scheduler_service.frontend.calls.embedding import embed
 from scheduler_service.frontend.calls.generation import Context, allowed_model, generate
 from scheduler_service.frontend.calls.scoring import score
 from scheduler_service.frontend.calls.transcription import transcribe
-from scheduler_service.frontend.checking.prompt import decode_tokens, encode_prompt
-from scheduler_service.frontend.checking.resumption import served_fingerprint
-from scheduler_service.frontend.checking.validation import check_names
+from scheduler_service.frontend.checking.validation import check_names, decode_tokens, encode_prompt
 from scheduler_service.frontend.link.engine_call import EngineCall
 from scheduler_service.frontend.link.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
-from scheduler_service.frontend.output.output_failure import failure
-from scheduler_service.frontend.output.request import request_key
+from scheduler_service.frontend.output.request import failure, request_key, served_fingerprint
 from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.frontend.output.request_trace import CHAT, TEXT_COMPLETION
 from scheduler_service.frontend.output.streams import OutputDelta
@@ -37,8 +34,6 @@ _FINISH_REASONS = {
 
 
 class InferenceServicer(InferenceServiceServicer):
-    """The public service InferenceService, whose contract is in inference_service.proto."""
-
     def __init__(self, link: EngineLink) -> None:
         self._link = link
 
@@ -105,10 +100,7 @@ def _num_bytes(request: pb.TokenizeRequest | pb.DetokenizeRequest) -> int:
 
 
 class _Messages:
-    """Converts each delta to a message.
-
-    The first message of an output also has the data with which a client can resume.
-    """
+    """Converts each delta to a message. An output's first message also has the data for resuming."""
 
     def __init__(self, state: RequestState, model: ServedModel) -> None:
         self._state = state
@@ -125,7 +117,7 @@ class _Messages:
 
 
 def encode_delta(state: RequestState, delta: OutputDelta) -> pb.GenerateResponse:
-    """Convert a delta to a message. The last message of an output has the output's finish reason and usage."""
+    """Convert a delta to a message. An output's last message has the finish reason and usage."""
     message = pb.GenerateResponse(
         request_id=state.request.request_id,
         index=delta.index,

@@ -26,7 +26,7 @@ from scheduler_service.frontend.link.engine_link import EngineLink
 from scheduler_service.frontend.output.request import request_key
 from scheduler_service.frontend.output.request_trace import CHAT, TEXT_COMPLETION
 from scheduler_service.frontend.vllm_engine_codec import StreamedAnswers, WholeAnswers, decode_request
-from scheduler_service.wire.submission import floats
+from scheduler_service.wire.front_end import floats
 
 PARSED_ID_BYTES = 8
 """Bytes of memory of a token id in a parsed message. gRPC keeps the parsed message while the call is open."""

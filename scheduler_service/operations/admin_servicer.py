@@ -1,4 +1,4 @@
-"""AdminService shows operators the cluster, drains workers, loads adapters and empties the prefix cache."""
+"""AdminService: shows the cluster, drains workers, loads adapters and empties the prefix cache."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ NUM_FINISHED = 100
 
 
 class AdminServicer(AdminServiceServicer):
-    """The service AdminService, whose contract is in admin_service.proto. `close` ends all WatchClusterState calls."""
+    """The contract is in admin_service.proto. `close` ends all WatchClusterState calls."""
 
     def __init__(self, front_ends: FrontEnds) -> None:
         self._front_ends = front_ends

@@ -1,14 +1,14 @@
-"""Encodes the state of the scheduler and its workers at one moment, as a message for operators."""
+"""The state of the scheduler and its workers, as a message for operators."""
 
 from pagewire.v1 import admin_service_pb2 as pb
 from scheduler_service.core import Balancer
 from scheduler_service.engine.front_ends.servicer import FrontEnds
-from scheduler_service.engine.worker_link.step_split import StepSplit
-from scheduler_service.engine.workers.worker import Worker
+from scheduler_service.engine.worker_link.session import StepSplit
+from scheduler_service.engine.workers import Worker
 
 
 def cluster_state(front_ends: FrontEnds) -> pb.ClusterState:
-    """The cluster's state at one moment. This function awaits nothing, so the state cannot change while it is read."""
+    """The state at one moment: nothing is awaited here."""
     engine = front_ends.engine
     statistics, departed = engine.requests.statistics, engine.workers.departed
     workers = [_encode_worker(worker) for worker in engine.workers.all]

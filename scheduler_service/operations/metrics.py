@@ -1,8 +1,7 @@
-"""Exports the scheduler's state and statistics as Prometheus metrics.
+"""Exports state and statistics as Prometheus metrics.
 
-A metric that vLLM also has keeps vLLM's meaning and name, with the prefix `pagewire_` in place of `vllm:`. With
-`vllm_names`, these metrics are also exported under vLLM's own names, for dashboards and gateways that read vLLM's
-metrics.
+Metrics that vLLM has keep its meaning and name, with the prefix `pagewire_` for `vllm:`. `vllm_names` exports them
+under vLLM's names too, for dashboards and gateways.
 """
 
 import time
@@ -22,15 +21,11 @@ from scheduler_service.statistics.counts import CountsByTenant, Histogram, Reque
 PHASES = ("schedule", "encode", "wire", "move", "forward", "sample", "guess", "decode", "update", "publish")
 STATUSES = [name.removeprefix("WORKER_STATUS_").lower() for name, number in pb.WorkerStatus.items() if number]
 VLLM = "vllm:"
-"""The prefix of vLLM's metric names."""
 REASONS = ("stop", "length", "abort", "error")
 
 
 class SchedulerMetrics:
-    """Creates the metric families for a Prometheus scrape, on the engine's event loop.
-
-    Counts are sums over all front ends.
-    """
+    """Metric families of a scrape, on the engine's event loop. Counts are sums over all front ends."""
 
     def __init__(self, front_ends: FrontEnds, model_name: Callable[[], str], *, vllm_names: bool) -> None:
         self._front_ends = front_ends
@@ -60,7 +55,7 @@ class SchedulerMetrics:
         num_running = sum(worker.num_running for worker in state.workers)
         num_swapped = sum(worker.num_swapped for worker in state.workers)
         yield family.gauge("num_requests_running", "Requests that workers are computing.", num_running)
-        yield family.gauge("num_requests_waiting", "Requests that no worker has been given.", state.num_waiting)
+        yield family.gauge("num_requests_waiting", "Requests that wait for a worker.", state.num_waiting)
         yield family.gauge("num_requests_swapped", "Requests swapped out to workers' host memory.", num_swapped)
         yield family.gauges(
             "kv_cache_usage_perc",
@@ -73,28 +68,28 @@ class SchedulerMetrics:
             },
         )
         for name, text, count in (
-            ("num_preemptions", "Requests that had to leave a worker.", state.num_preemptions),
+            ("num_preemptions", "Preemptions of requests.", state.num_preemptions),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", state.num_prompt_tokens),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", state.num_cached_tokens),
-            ("prompt_tokens", "Tokens of the prompts that workers were given.", state.num_prompt_tokens),
+            ("prompt_tokens", "Prompt tokens of requests that workers received.", state.num_prompt_tokens),
             ("generation_tokens", "Tokens generated.", state.num_output_tokens),
         ):
             yield family.counter(name, text, count)
-        # The counters of drafts have a label for the worker, so they do not include workers that have left the cluster.
+        # By worker, so without workers that have left.
         for name, text, field in (
-            ("spec_decode_num_draft_tokens", "Guesses at next tokens that were verified.", "num_guessed_tokens"),
-            ("spec_decode_num_accepted_tokens", "Guesses at next tokens that were right.", "num_accepted_tokens"),
+            ("spec_decode_num_draft_tokens", "Drafts that were verified.", "num_guessed_tokens"),
+            ("spec_decode_num_accepted_tokens", "Drafts that were accepted.", "num_accepted_tokens"),
         ):
             yield family.counters(name, text, worker_label, {w.address: getattr(w, field) for w in state.workers})
         yield family.counters(
             "spec_decode_num_drafts",
-            "Rows of guesses that were verified, each for one sequence in one step.",
+            "Sequences with verified drafts, summed over steps.",
             worker_label,
             {w.address: next(iter(w.num_guessed_by_position), 0) for w in state.workers},
         )
         yield family.table(
             "spec_decode_num_accepted_tokens_per_pos",
-            "Guesses at next tokens that were right, by their place in their row, the first 0.",
+            "Accepted drafts by position, from 0.",
             (worker_label, "position"),
             {
                 (worker.address, str(position)): number
@@ -118,14 +113,13 @@ class SchedulerMetrics:
             ("request_prefill_time_seconds", "From the first worker to the first token.", "prefill_seconds"),
             ("request_decode_time_seconds", "From the first token to the last one.", "decode_seconds"),
             ("request_inference_time_seconds", "From the first worker to the last token.", "inference_seconds"),
-            ("request_time_per_output_token_seconds", "Mean between a request's tokens.", "mean_token_seconds"),
+            ("request_time_per_output_token_seconds", "Mean time between a request's tokens.", "mean_token_seconds"),
             ("request_params_n", "Outputs that a request asked for.", "params_n"),
-            ("request_params_max_tokens", "Tokens that an output might have.", "params_max_tokens"),
+            ("request_params_max_tokens", "Maximum tokens of an output.", "params_max_tokens"),
         ):
             yield family.histogram(name, text, [(more, getattr(of, histogram)) for more, of in histograms])
         workers = self._front_ends.engine.workers.all
-        # In Prometheus the suffix `_total` is for counters, so vLLM's name for this histogram loses it under
-        # `pagewire_`.
+        # The suffix `_total` is for counters, so vLLM's name loses it under `pagewire_`.
         yield family.histogram(
             "iteration_tokens_total" if prefix == VLLM else "iteration_tokens",
             "Tokens that a step computes.",
@@ -133,7 +127,7 @@ class SchedulerMetrics:
         )
         yield family.info(
             "cache_config_info",
-            "How a worker's cache is cut into blocks; always 1.",
+            "Size and number of a worker's KV blocks; always 1.",
             [
                 {
                     worker_label: worker.client.address,
@@ -153,7 +147,7 @@ class SchedulerMetrics:
         statuses = Counter(_status(worker) for worker in state.workers)
         yield family.gauge(
             "queued_requests_per_worker",
-            "Waiting requests divided by the workers that take requests, at least one: what to scale workers on.",
+            "Waiting requests for each worker that accepts requests: the metric for scaling workers.",
             state.num_waiting / max(1, num_serving),
         )
         yield family.gauges(
@@ -163,7 +157,7 @@ class SchedulerMetrics:
             {status: statuses[status] for status in STATUSES},
         )
         yield family.gauge("draining", "1 while the scheduler is shutting down.", state.draining)
-        yield family.counter("worker_losses", "Sessions with workers that broke.", state.num_losses)
+        yield family.counter("worker_losses", "Broken sessions with workers.", state.num_losses)
         for name, text, gauges in (
             ("worker_requests_running", "Requests that a worker is computing.", "num_running"),
             ("worker_requests_swapped", "Requests swapped out to a worker's host memory.", "num_swapped"),
@@ -171,7 +165,7 @@ class SchedulerMetrics:
             yield family.gauges(name, text, "worker", {w.address: getattr(w, gauges) for w in state.workers})
         yield family.info(
             "spec_decode_info",
-            "What a worker guesses with; always 1.",
+            "Proposer of a worker's drafts; always 1.",
             [{"worker": w.address, "proposer": w.proposer} for w in state.workers if w.proposer],
         )
         yield family.counters(
@@ -179,7 +173,7 @@ class SchedulerMetrics:
         )
         yield family.table(
             "step_phase_seconds",
-            "Where the time of a worker's steps went; phases of steps in flight overlap.",
+            "Time of a worker's steps by phase; phases of steps in flight overlap.",
             ("worker", "phase"),
             {
                 (worker.address, phase): getattr(worker.step_split, f"{phase}_us") / 1e6
@@ -188,25 +182,25 @@ class SchedulerMetrics:
             },
         )
         for metric, text, count in (
-            ("tenant_requests", "Requests of a tenant that are over.", "num_requests"),
-            ("tenant_prompt_tokens", "Tokens of their prompts.", "num_prompt_tokens"),
-            ("tenant_generation_tokens", "Tokens of their outputs.", "num_output_tokens"),
+            ("tenant_requests", "Finished requests of a tenant.", "num_requests"),
+            ("tenant_prompt_tokens", "Prompt tokens of these requests.", "num_prompt_tokens"),
+            ("tenant_generation_tokens", "Output tokens of these requests.", "num_output_tokens"),
         ):
             yield family.counters(
                 metric, text, "tenant", {name: getattr(of, count) for name, of in counts.tenants.items()}
             )
         adapters = self._front_ends.engine.adapters.counts
         for metric, text, numbers in (
-            ("adapter_requests", "Requests of an adapter that are over.", adapters.num_requests),
-            ("adapter_prompt_tokens", "Tokens of their prompts.", adapters.num_prompt_tokens),
-            ("adapter_generation_tokens", "Tokens of their outputs.", adapters.num_output_tokens),
+            ("adapter_requests", "Finished requests of an adapter.", adapters.num_requests),
+            ("adapter_prompt_tokens", "Prompt tokens of these requests.", adapters.num_prompt_tokens),
+            ("adapter_generation_tokens", "Output tokens of these requests.", adapters.num_output_tokens),
         ):
             yield family.counters(metric, text, "adapter", numbers)
         fetches = {worker.client.address: worker.fetch_counts for worker in self._front_ends.engine.workers.all}
         for metric, text, count in (
-            ("adapter_fetches", "Adapters that a worker was brought.", "num_adapters"),
-            ("adapter_fetch_bytes", "Bytes of their weights.", "num_bytes"),
-            ("adapter_fetch_seconds", "Seconds until they were there.", "seconds"),
+            ("adapter_fetches", "Adapters sent to a worker.", "num_adapters"),
+            ("adapter_fetch_bytes", "Bytes of the adapters' weights.", "num_bytes"),
+            ("adapter_fetch_seconds", "Seconds of sending adapters.", "seconds"),
         ):
             yield family.counters(metric, text, "worker", {name: getattr(of, count) for name, of in fetches.items()})
         placement = state.placement
@@ -215,14 +209,11 @@ class SchedulerMetrics:
             "placements_left", "Requests left to another worker, by reason.", "reason", placement.left
         )
         yield family.counter("placement_overtakes", "Requests taken before an earlier one.", placement.num_overtakes)
-        yield family.counter("placement_moves", "Swapped requests that went on elsewhere.", placement.num_moved)
+        yield family.counter("placement_moves", "Swapped requests moved to another worker.", placement.num_moved)
 
 
 def _adapters_in_use(prefix: str, engine: Engine) -> Metric:
-    """The metric about adapters that Kubernetes' gateways read.
-
-    Its labels contain the data, and its value is the time of the data.
-    """
+    """Adapters in use, for Kubernetes' gateways: the labels are the data, the value is their time."""
     waiting: Counter[str] = Counter()
     running: Counter[str] = Counter()
     for call in engine.requests.in_flight.values():
@@ -249,7 +240,7 @@ def _status(worker: pb.WorkerState) -> str:
 
 
 class _Families:
-    """Creates metric families that share a prefix and labels."""
+    """Metric families with one prefix and common labels."""
 
     def __init__(self, prefix: str, labels: dict[str, str]) -> None:
         self._prefix = prefix
@@ -275,17 +266,14 @@ class _Families:
         return self.table(name, text, (label,), {(key,): value for key, value in values.items()})
 
     def table(self, name: str, text: str, labels: Sequence[str], values: Mapping[tuple[str, ...], float]) -> Metric:
-        """A family of counters. Each key of `values` has the values of all `labels`."""
+        """Counters by the values of all `labels`."""
         family = CounterMetricFamily(self._prefix + name, text, labels=[*self._labels, *labels])
         for keys, value in values.items():
             family.add_metric([*self._labels.values(), *keys], value)
         return family
 
     def histogram(self, name: str, text: str, histograms: Sequence[tuple[dict[str, str], Histogram]]) -> Metric:
-        """A metric family with a histogram for each set of additional labels.
-
-        All sets of labels have the same label names.
-        """
+        """A histogram for each set of further labels, all with the same names."""
         labels = [self._labels | more for more, _ in histograms]
         family = HistogramMetricFamily(self._prefix + name, text, labels=list(labels[0]) if labels else ())
         for all_of, (_, histogram) in zip(labels, histograms, strict=True):
@@ -295,10 +283,7 @@ class _Families:
         return family
 
     def info(self, name: str, text: str, entries: Sequence[dict[str, str]]) -> Metric:
-        """A metric family with a gauge of value 1 for each set of labels.
-
-        All sets of labels have the same label names.
-        """
+        """A gauge of value 1 for each set of further labels, all with the same names."""
         labels = [self._labels | entry for entry in entries]
         family = GaugeMetricFamily(self._prefix + name, text, labels=list(labels[0]) if labels else ())
         for all_of in labels:

@@ -1,8 +1,4 @@
-"""The format of a recording's file: frames, each with its length and the checksum of its event.
-
-The reader does not trust the lengths in the file. A length beyond the file or beyond an event's limit is refused before
-any byte of the event is read.
-"""
+"""The format of a recording: frames of length, checksum and event. Lengths are checked before an event is read."""
 
 import io
 import os
@@ -23,13 +19,11 @@ MAX_VARINT_BYTES = 10
 
 
 class RecordingError(ValueError):
-    """The file is unusable. The error's message names the byte of the file at which the invalid data begins."""
+    """The file is unusable from the byte that the message names."""
 
 
 class ReadEvent(NamedTuple):
-    """One event, its number in the file, its offset, and the offset after the event. The recording's header counts as
-    event 0.
-    """
+    """One event; `offset` and `end` in bytes of the file. The header is event 0."""
 
     number: int
     offset: int
@@ -38,7 +32,7 @@ class ReadEvent(NamedTuple):
 
 
 def frame(event: pb.RecordedEvent) -> bytes:
-    """Return the bytes with which an event is appended to the file."""
+    """The event's bytes in the file."""
     data = event.SerializeToString()
     if len(data) > MAX_EVENT_BYTES:
         raise ValueError(f"an event of {len(data)} bytes is larger than {MAX_EVENT_BYTES}")
@@ -48,10 +42,7 @@ def frame(event: pb.RecordedEvent) -> bytes:
 
 
 def read_events(path: Path) -> Iterator[ReadEvent]:
-    """Yield every event of a recording, beginning with the header.
-
-    Raises RecordingError at the first invalid event; the valid events before it have been yielded then.
-    """
+    """Yield every event, the header first. Raises RecordingError at the first invalid event."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size

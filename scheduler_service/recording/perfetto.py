@@ -1,10 +1,7 @@
 """A replay as a trace for ui.perfetto.dev, in Chrome's trace event format.
 
-Every worker has a lane with a slice for each step. A step's slice begins when the worker could begin the step, and ends
-with the step's answer. Every request has a lane with its state from arrival to end: queued, prefill, decode, preempted
-or swapped. Counters show the numbers of waiting, running and swapped-out requests, and of free blocks. Each trace event
-is written as soon as the replay yields the recorded event. Times are whole microseconds since the start of the
-recording.
+A worker's lane shows its steps, from the earliest possible begin to the answer. A request's lane shows its states:
+queued, prefill, decode, preempted, swapped. Times are microseconds since the recording's start.
 """
 
 import json
@@ -15,23 +12,23 @@ from typing import TextIO
 from scheduler_service.core import SequenceGroup, SequenceStatus
 from scheduler_service.recording.replayer import Moment, Replayer, Session, Step
 
-WORKERS, REQUESTS = 1, 2  # Process numbers of the trace: Perfetto groups the lanes of a trace by process
+WORKERS, REQUESTS = 1, 2  # process numbers, by which Perfetto groups lanes
 
 
 @dataclass(slots=True)
 class _Lane:
-    """The state of a request, and the time at which the state began."""
+    """A request's state and its begin."""
 
     number: int
     since: int
     state: str = "queued"
     worker: str = ""
     has_run: bool = False
-    has_token: bool = False  # whether a token was generated since the request was last given to a worker
+    has_token: bool = False  # since a worker was last given the request
 
 
 class TraceWriter:
-    """Writes a replay to a trace file, event by event. `close` completes the file, even if the replay stopped early."""
+    """Writes a trace event by event; `close` completes the file, even of a replay that stopped early."""
 
     def __init__(self, file: TextIO, replayer: Replayer) -> None:
         self._file = file
@@ -40,13 +37,12 @@ class TraceWriter:
         self._now = 0
         self._separator = ""
         self._workers: dict[str, int] = {}
-        self._lanes: dict[SequenceGroup, _Lane] = {}  # the lanes of requests that have not ended yet
+        self._lanes: dict[SequenceGroup, _Lane] = {}  # of unfinished requests
         self._num_lanes = 0
-        self._on: dict[Session, dict[SequenceGroup, None]] = {}  # the groups in each session at its last event
+        self._on: dict[Session, dict[SequenceGroup, None]] = {}  # groups of each session at its last event
         self._counted: dict[str, object] = {}
 
     def add(self, moment: Moment) -> None:
-        """Write the trace events for one event of the recording."""
         if self._origin is None:
             self._begin(moment.at)
         self._now = max(self._now, self._time(moment.at))
@@ -66,7 +62,6 @@ class TraceWriter:
         self._follow(moment)
 
     def close(self) -> None:
-        """Close the open slices at the end of the recording."""
         if self._origin is None:
             self._begin(0.0)
         for lane in self._lanes.values():
@@ -81,7 +76,7 @@ class TraceWriter:
         self._name("thread_name", REQUESTS, self._num_lanes, group.request_id)
 
     def _follow(self, moment: Moment) -> None:
-        """Update the lanes of all groups that the event may have changed."""
+        """Update the lanes that the event may have changed."""
         session, touched = moment.session, dict.fromkeys(moment.groups)
         if session is not None:
             here = dict.fromkeys([*session.scheduler.running, *session.scheduler.swapped])

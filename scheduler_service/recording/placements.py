@@ -1,6 +1,4 @@
-"""Encodes and compares placements of waiting requests. A placement says whether a worker took a request or left it to
-another worker.
-"""
+"""Encodes and compares placements: whether a worker took a waiting request or left it to another worker."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -10,14 +8,14 @@ from scheduler_service.wire.fields import encode_enum
 
 
 def encode_placements(output: SchedulerOutput, plan: pb.RecordedPlan, session_of: Callable[[object], int]) -> None:
-    """Write a step's placements into its plan. `session_of` returns the session number of a scheduler."""
+    """`session_of`: the session number of a scheduler."""
     plan.placements.extend(_encode(output.placements, session_of))
     plan.moved.extend(_encode(output.moved, session_of))
     plan.lacking_adapters.extend(output.lacking_adapters)
 
 
 def compare_placements(recorded: pb.RecordedPlan, replayed: pb.RecordedPlan) -> str:
-    """The first difference between two plans' placements, in words. The text is empty if the placements are equal."""
+    """The first difference in words, or an empty text."""
     for what in ("placements", "moved"):
         ours: Sequence[pb.RecordedPlacement] = getattr(recorded, what)
         theirs: Sequence[pb.RecordedPlacement] = getattr(replayed, what)

@@ -12,9 +12,7 @@ EVENTS_A_REFRESH = 256  # a refresh of the bar costs more than an event
 
 
 def with_progress(replayer: Replayer, path: Path) -> Iterator[Moment]:
-    """Replay a file with a progress bar. Raises the errors of `Replayer.run`, and OSError if the file does not
-    exist.
-    """
+    """Raises the errors of `Replayer.run`, and OSError for a missing file."""
     size = path.stat().st_size
     columns = (BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress("replay", *columns, console=Console(stderr=True)) as progress:

@@ -1,15 +1,16 @@
 """Records every call into the core, and the core's decisions.
 
-Without a recording the engine has a `NoRecorder`, which provides plain schedulers. A `Recorder` provides schedulers
-that record each call after its end. A call that raises an error is recorded too, so the recording of a bug ends with
-the call that failed. If the recorder itself fails, the error is logged and the recording ends, but the recorded call
-continues as without a recording.
+A call that raises an error is recorded too, so the recording of a bug ends with the failed call. An error of the
+recorder ends the recording, but not the recorded call.
 
-The following costs were measured on two cores of an EPYC (Zen 5), in steady decoding. Recording a step costs 16 µs at 1
-sequence, 26 µs at 32 and 76 µs at 256. Planning a step and processing its answer cost 4 µs at 1 sequence, 29 µs at 32
-and 209 µs at 256, without recording. For comparison: a worker takes milliseconds to compute a step. A recorded step
-takes 90 bytes at 1 sequence, 200 at 32 and 1,200 at 256. Recording a request costs 24 µs with a prompt of 128 tokens
-and 175 µs with 8,192.
+Costs on two cores of an EPYC (Zen 5), in steady decoding:
+
+    sequences            1    32   256
+    record a step, µs   16    26    76
+    plan and update, µs  4    29   209
+    bytes of a step     90   200  1200
+
+Recording a request takes 24 µs with a prompt of 128 tokens, and 175 µs with 8,192.
 """
 
 import time
@@ -42,15 +43,15 @@ log = structlog.get_logger()
 
 
 class Wire(Protocol):
-    """The attributes of a worker's session that a recording reads."""
+    """A session's attributes that a recording reads."""
 
     epoch: int
     last_answer: wire.ModelOutput
-    """The worker's last answer as protobuf message. The message has more fields than the core reads."""
+    """A message with more fields than the core reads."""
 
 
 class Sink(Protocol):
-    """A sink accepts the events of a recording while the sink is open."""
+    """Takes a recording's events while open."""
 
     is_open: bool
 
@@ -61,27 +62,8 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class NoRecorder:
-    """The recorder of an engine without a recording: it records nothing and costs nothing."""
-
-    def scheduler(self, config: SchedulerConfig, waiting: WaitingQueue, worker: str, session: Wire) -> Scheduler:  # noqa: ARG002
-        """Create the scheduler of a worker's new session."""
-        return Scheduler(config, waiting, worker, time.monotonic())
-
-    def arrived(self, group: SequenceGroup) -> None:
-        """Called when a request has joined the waiting queue."""
-
-    def withdrawn(self, group: SequenceGroup, status: SequenceStatus, index: int | None = None) -> None:
-        """A waiting request was ended before any worker's scheduler had it. If `index` is given, only the output with
-        this index was ended.
-        """
-
-    def close(self) -> None:
-        """End the recording."""
-
-
-class Recorder(NoRecorder):
-    """Writes a recording to a sink. `clock` provides the time of recorded calls that have no time argument."""
+class Recorder:
+    """Writes a recording to a sink. `clock` times calls without a time argument."""
 
     def __init__(
         self,
@@ -110,7 +92,7 @@ class Recorder(NoRecorder):
         )
 
     def note(self, write: Callable[[pb.RecordedEvent], object], at: float | None = None) -> None:
-        """Add an event. The function `write` fills in the event's fields."""
+        """Add an event, whose fields `write` fills in."""
         if not self._sink.is_open:
             return
         try:
@@ -137,12 +119,13 @@ class Recorder(NoRecorder):
     def arrived(self, group: SequenceGroup) -> None:
         def write(event: pb.RecordedEvent) -> None:
             encode_fields(SequenceGroup, group, event.arrival)
-            if event.arrival.encoder_input.features:  # no decision of the core depends on a sound's features
+            if event.arrival.encoder_input.features:  # no decision depends on them
                 event.arrival.encoder_input.ClearField("features")
 
         self.note(write)
 
     def withdrawn(self, group: SequenceGroup, status: SequenceStatus, index: int | None = None) -> None:
+        """Record the end of a waiting request, or of one output, before any worker's scheduler had the request."""
         self.note(
             lambda event: event.withdrawal.MergeFrom(
                 pb.RecordedWithdrawal(request_id=group.request_id, status=_status(status), index=index)
@@ -154,10 +137,7 @@ class Recorder(NoRecorder):
 
 
 class RecordedScheduler(Scheduler):
-    """A scheduler that records each call that may have changed its state.
-
-    The core never calls the methods that this class overrides, so each call is recorded once.
-    """
+    """Records each call that may have changed the scheduler's state. The core never calls the overridden methods."""
 
     def __init__(
         self,
@@ -183,8 +163,7 @@ class RecordedScheduler(Scheduler):
             raised = type(error).__name__
             raise
         finally:
-            # If no request runs or waits, a `schedule` call that returns an empty step changes nothing, and is not
-            # recorded. All idle workers plan at every arrival of a request, so most of these plans are empty.
+            # Without requests, an empty plan changes nothing. All idle workers plan at every arrival.
             if output is None or not output.is_empty or output.ignored or self.has_work:
                 self._recorder.note(lambda event: self._write_plan(event.plan, output, raised), now)
 
@@ -194,7 +173,7 @@ class RecordedScheduler(Scheduler):
             plan.ignored_request_ids.extend(group.request_id for group in output.ignored)
             if not output.is_empty:
                 plan.step.MergeFrom(encode_scheduler_output(output, self._wire.epoch))
-                for new in plan.step.new_sequences:  # trace ids are no decision of the core, and a replay has no traces
+                for new in plan.step.new_sequences:  # no decision of the core
                     new.ClearField("trace_parent")
                     if new.encoder_input.features:
                         new.encoder_input.ClearField("features")

@@ -1,8 +1,4 @@
-"""Replays a recording through the core, and compares each decision of the core with the recorded decision.
-
-A plan is compared as the bytes that its worker received, so even a different block number is found. The replay yields
-the recording's events one by one. Perfetto traces and cost models are computed from these events.
-"""
+"""Replays a recording, and compares each decision of the core with the recorded one. Plans are compared as bytes."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -35,33 +31,27 @@ from scheduler_service.wire.fields import decode_enum, decode_fields
 T = TypeVar("T")
 
 MAX_REPLAYED_BLOCKS = 4 * MAX_BLOCKS
-"""Maximum number of blocks, summed over all workers of a recording. The replay of so many blocks takes 1.1 GB of
-memory. Without this limit, the numbers of blocks in an untrusted file could use up the memory.
-"""
+"""Blocks of all workers (1.1 GB of memory), because an untrusted file could ask for more."""
 
 
 class DifferenceError(Exception):
-    """The core decided differently from the recording. The error's message contains the place in the recording, and
-    both decisions.
-    """
+    """The core decided differently; the message has the place and both decisions."""
 
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """A planned step and its times, in seconds of the recorded clock."""
+    """A planned step; times in seconds of the recorded clock."""
 
     output: SchedulerOutput
     work: StepWork
     sent_at: float
     answer: wire.ModelOutput | None = None
     began_at: float = 0.0
-    """Time from which the worker could compute the step: the step was sent, and the previous step was answered."""
+    """Time from which the worker could compute the step."""
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One session of a worker: its scheduler, and its unanswered steps."""
-
     number: int
     worker: str
     epoch: int
@@ -71,24 +61,19 @@ class Session:
 
 
 class Moment(NamedTuple):
-    """The result of one replayed event."""
-
     at: float
     session: Session | None = None
     groups: Sequence[SequenceGroup] = ()
-    """Groups that arrived in this event, or that ended without a worker's answer."""
+    """Groups that arrived, or ended without a worker's answer."""
     step: Step | None = None
-    """The step that the event planned or answered."""
     gained: Sequence[SequenceOutput] = ()
     kind: str = ""
-    """The name of the event's field in RecordedEvent."""
+    """The event's field in RecordedEvent."""
     end: int = 0
-    """The offset in the file at which the event ends."""
+    """Offset after the event, in bytes."""
 
 
 class Replayer:
-    """Runs the core from a recording, and contains the core's state during this replay."""
-
     def __init__(self) -> None:
         self.waiting = WaitingQueue()
         self.header = pb.RecordingHeader()
@@ -97,14 +82,11 @@ class Replayer:
         self.num_requests = 0
         self.workers: dict[str, None] = {}
         self._sessions: dict[int, Session] = {}
-        self._numbers: dict[object, int] = {}  # Session numbers, by scheduler.
-        self._groups: dict[str, SequenceGroup] = {}  # The sequence groups that have not ended yet.
+        self._numbers: dict[object, int] = {}  # of sessions, by scheduler
+        self._groups: dict[str, SequenceGroup] = {}  # unfinished
 
     def run(self, path: Path) -> Iterator[Moment]:
-        """Replay a file event by event.
-
-        Raises DifferenceError at the first difference, and RecordingError if the file is unusable.
-        """
+        """Raises DifferenceError at the first difference, and RecordingError for an unusable file."""
         for read in read_events(path):
             moment = self._apply(read)
             self.num_events += 1
@@ -290,11 +272,11 @@ class Replayer:
 
 
 class _CoreError(Exception):
-    """A difference between the core's decision and the recorded decision. The place in the recording is added later."""
+    """A difference, without its place in the recording."""
 
 
 def _call(session: Session, what: str, call: Callable[[], T], recorded: str = "") -> T | None:
-    """Call the core. Returns None if the call raised the recorded error again."""
+    """The result, or None if the core raised the recorded error again."""
     raised, result, cause = "", None, None
     try:
         result = call()

@@ -10,9 +10,7 @@ MAX_ITEMS = 8
 
 
 def compare_steps(recorded: wire.SchedulerOutput | None, replayed: wire.SchedulerOutput | None) -> str:
-    """A text that names the fields in which two plans differ. For each field, the text shows both plans from the first
-    different item.
-    """
+    """Each field that differs, from its first different item."""
     if recorded is None or replayed is None:
         return f"recorded: {_summary(recorded)}; replayed: {_summary(replayed)}"
     parts: list[str] = []
@@ -41,9 +39,7 @@ def _list(items: Sequence[str], first: int) -> str:
 
 
 def _tokens(token_ids: Sequence[int]) -> str:
-    """Number and checksum of tokens. The tokens are not shown, because a user may pass on the terminal's output, and
-    prompts must stay private.
-    """
+    """Number and checksum: prompts must stay private, and a user may pass on the output."""
     return f"{len(token_ids)} tokens (checksum {zlib.crc32(array('I', token_ids).tobytes()):08x})"
 
 
@@ -93,7 +89,7 @@ PARTS: dict[str, Callable[[wire.SchedulerOutput], list[str]]] = {
     "copies blocks": lambda step: _pairs(step.blocks_to_copy),
     "forgets finished": lambda step: [str(sequence_id) for sequence_id in step.finished],
     "forgets preempted": lambda step: [str(sequence_id) for sequence_id in step.preempted],
-    "room for guesses": lambda step: [
+    "room for drafts": lambda step: [
         f"{sequence_id}: {number}"
         for sequence_id, number in zip(step.sequence_ids, step.num_draft_tokens, strict=False)
         if number

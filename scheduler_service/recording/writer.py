@@ -1,8 +1,7 @@
-"""Appends to a file in a separate thread, so that a slow disk does not delay steps.
+"""Appends to a file in a thread, so that a slow disk delays no step.
 
-Data reaches the operating system within about FLUSH_SECONDS. If the process is killed, at most the data of the last
-FLUSH_SECONDS is lost. The writer does not call fsync. An error of the file is logged once and ends the recording. The
-service continues.
+A killed process loses about FLUSH_SECONDS of data; there is no fsync. An error of the file ends the recording, not the
+service.
 """
 
 import os
@@ -16,35 +15,34 @@ from pagewire_common.start_error import StartError
 
 log = structlog.get_logger()
 
-# a write covers many events: at 200 steps a second, a wake-up for each event would cost more than its encoding
+# Seconds; at 200 steps a second, a wake-up for each event would cost more than its encoding.
 FLUSH_SECONDS = 0.1
-MAX_PENDING_BYTES = 256 << 20  # if more bytes than this are queued, the disk counts as too slow
+MAX_PENDING_BYTES = 256 << 20  # queued bytes above which the disk counts as too slow
 CLOSE_SECONDS = 5.0
 
 
 class FileWriter:
-    """A new file that only its owner may read. Raises StartError if the file cannot be written, or is not empty."""
+    """A new file for its owner only. Raises StartError if the file is unusable or not empty."""
 
     def __init__(self, path: Path) -> None:
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
         except OSError as error:
             raise StartError(f"--record: {path} cannot be written: {error.strerror}") from error
-        if os.fstat(self._file).st_size:  # a restart after a crash must not overwrite the recording
+        if os.fstat(self._file).st_size:  # a recording from before a crash
             os.close(self._file)
             raise StartError(f"--record: {path} holds something already; a recording is never overwritten")
         self._path = path
         self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._closing = threading.Event()
-        self._num_added = 0  # Number of bytes that were queued; only the thread that calls `add` writes this attribute.
-        self._num_written = 0  # Number of bytes in the file; only the writing thread writes this attribute.
+        self._num_added = 0  # bytes queued; written by callers of `add`
+        self._num_written = 0  # bytes in the file; written by the thread
         self._failure = ""
         self.is_open = True
         self._thread = threading.Thread(target=self._run, name="recording", daemon=True)
         self._thread.start()
 
     def add(self, data: bytes) -> None:
-        """Queue bytes for the file, without waiting."""
         if not self.is_open:
             return
         if self._failure:
@@ -56,14 +54,14 @@ class FileWriter:
             self._queue.put(data)
 
     def stop(self, reason: str) -> None:
-        """End the recording because of a failure, and log the failure once."""
+        """End the recording because of a failure, and log it once."""
         if self.is_open:
             self.is_open = False
             self._queue.put(None)
             log.error("recording stopped", file=str(self._path), reason=reason)
 
     def close(self) -> None:
-        """Write the remaining data. If the disk does not answer, `close` waits at most CLOSE_SECONDS."""
+        """Write the rest, for at most CLOSE_SECONDS."""
         self._closing.set()
         self._queue.put(None)
         self._thread.join(CLOSE_SECONDS)
@@ -88,7 +86,7 @@ class FileWriter:
         return batch
 
     def _write(self, batch: list[bytes | None]) -> bool:
-        """Write a batch of queued bytes. Returns whether more bytes may follow."""
+        """Returns whether more bytes may follow."""
         is_last = None in batch
         data = memoryview(b"".join(item for item in batch if item is not None))
         while data:

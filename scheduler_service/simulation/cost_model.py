@@ -1,4 +1,4 @@
-"""A cost model contains the time of a step on a simulated worker, and the worker's sizes."""
+"""The time of a step on a simulated worker, and the worker's sizes."""
 
 import json
 from dataclasses import dataclass, fields
@@ -8,17 +8,15 @@ from typing import Any
 from scheduler_service.core import SchedulerOutput
 from scheduler_service.recording.step_work import StepWork
 
-# Fields that may be 0. The other fields must be positive.
+# Fields that may be 0; the others must be positive.
 MAY_BE_ZERO = frozenset(("step_us", "decode_token_us", "context_token_us", "num_device_blocks", "num_host_blocks"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """The time of a step in microseconds, as a sum over its `StepWork`, and the worker's sizes. An encoder has no
-    blocks.
+    """Microseconds of a step, by its `StepWork`, and a worker's sizes. An encoder has no blocks.
 
-    The defaults are round numbers, not a measurement. The defaults have the magnitude of a small model on a few CPU
-    cores. For a capacity plan, fit a cost model to a recording of your own workers.
+    The defaults are round numbers for a small model on a few CPU cores, not measurements.
     """
 
     step_us: float = 2_000.0
@@ -33,16 +31,12 @@ class CostModel:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2_048
     guesses: tuple[float, ...] = ()
-    """The share of decodes that verify at least one draft, the share with at least two drafts, and so on."""
+    """Shares of decodes that verify at least one draft, at least two, and so on."""
     acceptance: tuple[float, ...] = ()
-    """The acceptance rate of the first draft, then of the second draft if the first was accepted, and so on.
-    `acceptance` has as many entries as `guesses`.
-    """
+    """Acceptance rates of the first draft, of the second after an accepted first, and so on; as many as `guesses`."""
 
     def step_seconds(self, output: SchedulerOutput, num_drafts: int = 0) -> float:
-        """Seconds of a step that verifies `num_drafts` drafts. Call this function before the next step is planned,
-        because planning changes the sequences.
-        """
+        """Seconds of a step. Call this before planning the next step, which changes the sequences."""
         work = StepWork.of(output).with_drafts(num_drafts)
         compute_us = (
             self.step_us
@@ -58,9 +52,7 @@ class CostModel:
 
     @classmethod
     def read(cls, path: Path) -> "CostModel":
-        """Read a JSON object with the fields of a cost model. Fields that the JSON object does not contain keep their
-        defaults. Raises ValueError.
-        """
+        """Read a JSON object; missing fields keep their defaults. Raises ValueError."""
         try:
             values = json.loads(path.read_text())
         except (OSError, ValueError) as error:

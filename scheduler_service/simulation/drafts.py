@@ -1,4 +1,4 @@
-"""Counts made and accepted draft tokens in a recording, and draws draft tokens at random in a simulation."""
+"""Counts drafts in a recording, and draws drafts at random in a simulation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,25 +10,22 @@ from scheduler_service.core import ModelOutput, SchedulerOutput
 
 @dataclass(slots=True)
 class _Position:
-    """Counts of the drafts at one position after the last known token."""
+    """Drafts at one position after the last known token."""
 
     made: int = 0
     reached: int = 0
-    """Number of drafts at this position for which all earlier drafts of the step were accepted."""
+    """Drafts whose predecessors in the step were all accepted."""
     right: int = 0
 
 
 class DraftCounts:
-    """Counts of a worker's drafts by position."""
-
     def __init__(self) -> None:
         self._num_decodes = 0
         self._positions: list[_Position] = []
 
     def add(self, output: SchedulerOutput, verified: Sequence[int], gained: Sequence[int]) -> None:
-        """Count a step: the verified drafts and the new tokens of each sequence that sampled.
-
-        If both lists are empty, each sequence had no drafts and gained one token.
+        """Count a step's verified drafts and new tokens, by sequence that sampled. Empty lists: no drafts, one token
+        each.
         """
         sampled = [(sequence, num_tokens) for sequence, num_tokens, samples in output.scheduled if samples]
         numbers = zip(verified or [0] * len(sampled), gained or [1] * len(sampled), strict=True)
@@ -44,7 +41,7 @@ class DraftCounts:
 
     @property
     def fields(self) -> dict[str, list[float]]:
-        """The fields of `CostModel` about drafts. The result is empty if the steps had no drafts."""
+        """The fields of `CostModel`; empty without drafts."""
         if not self._positions:
             return {}
         return {
@@ -54,25 +51,22 @@ class DraftCounts:
 
 
 class Drafting:
-    """The drafts of simulated workers. Random draws are equal in every run of the same trace and policy."""
+    """Drafts of simulated workers, equal in every run of a trace and policy."""
 
     def __init__(self, shares: Sequence[float], acceptance: Sequence[float]) -> None:
-        """`shares` and `acceptance` are the fields `guesses` and `acceptance` of `CostModel`."""
+        """The fields `guesses` and `acceptance` of `CostModel`."""
         self._shares = shares
         self._acceptance = acceptance
         self._random = Random(0).random
 
     def make(self, output: SchedulerOutput) -> list[int]:
-        """The number of drafts to verify for each sequence that samples. The scheduler's room for drafts
-        (`num_lookahead_slots`) limits this number.
-        """
+        """Drafts of each sequence that samples, at most the scheduler's room."""
         rooms = (output.num_draft_tokens.get(sequence, 0) for sequence, _, samples in output.scheduled if samples)
         return [min(room, self._number()) if room else 0 for room in rooms]
 
     def answer(self, output: SchedulerOutput, verified: list[int], token: int) -> ModelOutput:
-        """The answer to a step: each sequence gains its drafts before the first wrong draft, and one more token.
-
-        For every sequence, the answer asks for room for the largest possible number of drafts in the next step.
+        """A step's answer: drafts up to the first wrong one, and one more token. Each sequence asks for the most drafts
+        next.
         """
         gained = [1 + sum(1 for _ in takewhile(self._is_right, self._acceptance[:number])) for number in verified]
         wanted = [len(self._shares)] * len(verified)

@@ -1,8 +1,7 @@
-"""Measures how unequally tenants were served, after Sheng et al., "Fairness in Serving Large Language Models".
+"""How unequally tenants were served, after Sheng et al., "Fairness in Serving Large Language Models".
 
-Service is counted in tokens. Prompt tokens count once, when the request is admitted. Output tokens count twice. Two
-tenants can claim equal service only while both have waiting requests. A tenant that requests less service also receives
-less service.
+Service is counted in tokens: prompt tokens once, at admission, output tokens twice. Tenants can claim equal service
+only while both have waiting requests.
 """
 
 from collections import Counter, defaultdict
@@ -15,17 +14,15 @@ PAIRS_A_STEP = 16
 class ServiceGap:
     """The largest difference between two tenants' services in any span in which both have waiting requests.
 
-    For each pair of tenants, the gap is the highest minus the lowest difference between their services, because a span
-    may begin at the lowest difference and end at the highest. The number of pairs of tenants grows with the square of
-    the number of waiting tenants. If there are more than `PAIRS_A_STEP` pairs, the gaps are updated only once in
-    several steps.
+    A pair's gap is its highest minus its lowest difference, because a span may begin and end there. With more than
+    `PAIRS_A_STEP` pairs, gaps are updated once in several steps.
     """
 
     def __init__(self) -> None:
         self.tokens = 0.0
         self._service: defaultdict[str, float] = defaultdict(float)
-        self._waiting: Counter[str] = Counter()  # Number of requests that are not admitted yet, by tenant.
-        # The dictionary contains only pairs of tenants that both have waiting requests.
+        self._waiting: Counter[str] = Counter()  # requests by tenant
+        # Pairs of tenants that both have waiting requests.
         self._ranges: dict[tuple[str, str], tuple[float, float]] = {}
         self._steps_to_skip = 0
 

@@ -1,9 +1,5 @@
-"""Fits a cost model to measured steps. The fit expresses a step's time as a sum over the columns of its work, by
-non-negative least squares.
-
-The five columns of a step's work have 31 non-empty subsets. The best fit without negative coefficients is the plain
-least-squares fit to one of these subsets of columns. Trying all subsets finds the exact best fit, and requires no
-library.
+"""Fits a cost model to measured steps, by non-negative least squares over the columns of a step's work: the best of the
+plain fits to all 31 subsets of the five columns.
 """
 
 import itertools
@@ -19,18 +15,18 @@ from scheduler_service.simulation.cost_model import CostModel
 from scheduler_service.simulation.drafts import DraftCounts
 
 COLUMNS = ("step", *StepWork._fields)
-OPTIONAL_COLUMNS = frozenset(("swapped_blocks",))  # This column is 0 in all steps of a worker that never swaps.
-DECODING_COLUMNS = frozenset(("decode_tokens", "context_tokens"))  # Columns that are 0 in all steps of an encoder.
-MIN_STEPS = 50  # Ten steps for each of the five coefficients.
-SAME = 1e-9  # Threshold for columns of length 1: below it, a column's independent part counts as 0.
-SMALLEST_PREFILL_US = 1e-6  # More than 0, because a cost model divides by this time.
+OPTIONAL_COLUMNS = frozenset(("swapped_blocks",))  # 0 in all steps of a worker that never swaps
+DECODING_COLUMNS = frozenset(("decode_tokens", "context_tokens"))  # 0 in all steps of an encoder
+MIN_STEPS = 50  # ten for each coefficient
+SAME = 1e-9  # independent part of a column of length 1 that counts as 0
+SMALLEST_PREFILL_US = 1e-6  # a cost model divides by this time
 
 Step = tuple[StepWork, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A cost model's fields, and how well they explain the fitted steps."""
+    """A cost model's fields, and how well they explain the steps."""
 
     fields: dict[str, Any]
     num_steps: int
@@ -39,13 +35,13 @@ class Fit:
 
 
 class Measurements:
-    """Collects the answered steps of a replay, and the scheduler configuration of each worker."""
+    """The answered steps of a replay, and each worker's configuration."""
 
     def __init__(self, worker: str | None = None) -> None:
         self.steps: list[Step] = []
         self.guesses = DraftCounts()
         self._worker = worker
-        self._configs: dict[str, SchedulerConfig] = {}  # the scheduler's configuration in each worker's last session
+        self._configs: dict[str, SchedulerConfig] = {}  # of each worker's last session
 
     def add(self, moment: Moment) -> None:
         if moment.session is None or self._worker not in (None, moment.session.worker):
@@ -59,9 +55,7 @@ class Measurements:
 
     @property
     def config(self) -> SchedulerConfig:
-        """The scheduler configuration that all workers have in common. Raises ValueError if the configurations differ,
-        or if no worker has a configuration.
-        """
+        """The workers' common configuration. Raises ValueError if there is none."""
         if not self._configs:
             raise ValueError("the recording has no such worker" if self._worker else "the recording has no worker")
         kinds = {_sizes(config) for config in self._configs.values()}
@@ -74,7 +68,7 @@ class Measurements:
 
 
 def fit(steps: Sequence[Step], config: SchedulerConfig) -> Fit:
-    """Fit a cost model to steps. Raises ValueError if the steps do not determine the model's coefficients."""
+    """Raises ValueError if the steps do not determine the coefficients."""
     if len(steps) < MIN_STEPS:
         raise ValueError(f"{len(steps)} steps are too few to tell what one costs; at least {MIN_STEPS} are needed")
     optional = OPTIONAL_COLUMNS
@@ -98,9 +92,7 @@ def fit(steps: Sequence[Step], config: SchedulerConfig) -> Fit:
 
 
 def _fields(coefficients: dict[str, float], config: SchedulerConfig) -> dict[str, Any]:
-    """The fields of a cost model's JSON file. A field of the cost model that the recording does not determine keeps its
-    default.
-    """
+    """The fields of a cost model's JSON file that the recording determines."""
     fields: dict[str, Any] = {
         "step_us": coefficients["step"],
         "prefill_token_us": max(coefficients["prefill_tokens"], SMALLEST_PREFILL_US),
@@ -127,16 +119,14 @@ def _sizes(config: SchedulerConfig) -> tuple[int, ...]:
 def _non_negative_least_squares(
     rows: Sequence[Sequence[float]], times: Sequence[float], optional: Set[str]
 ) -> Iterator[tuple[str, float]]:
-    """The coefficients of the fit that are not zero, by column name. The columns named in `optional` may be zero in all
-    rows.
-    """
+    """The coefficients above zero, by column. `optional` columns may be zero in all rows."""
     columns = list(zip(*rows, strict=True))
     lengths = [sum(x * x for x in column) ** 0.5 for column in columns]
     present = [i for i, length in enumerate(lengths) if length]
     for i, name in enumerate(COLUMNS):
         if i not in present and name not in optional:
             raise ValueError(f"no step has any {name.replace('_', ' ')}: record some, to tell what they cost")
-    # The normal equations. Columns are scaled to length 1, so that one threshold for zero fits all columns.
+    # The normal equations. Columns of length 1 let one threshold for zero fit all.
     gram = {
         (i, j): sum(x * y for x, y in zip(columns[i], columns[j], strict=True)) / (lengths[i] * lengths[j])
         for i, j in itertools.product(present, present)
@@ -148,7 +138,7 @@ def _non_negative_least_squares(
             "cost each; record prompts and batches of different sizes"
         )
     best: dict[int, float] = {}
-    least = 0.0  # of the best fit: the sum of squared errors minus the sum of squared times
+    least = 0.0  # of the best fit: sum of squared errors minus that of squared times
     for count in range(1, len(present) + 1):
         for chosen in itertools.combinations(present, count):
             solution = _solve(chosen, gram, right)
@@ -163,9 +153,7 @@ def _non_negative_least_squares(
 def _solve(
     chosen: Sequence[int], gram: dict[tuple[int, int], float], right: dict[int, float]
 ) -> dict[int, float] | None:
-    """Gaussian elimination. Returns None if a column is a weighted sum of other columns. No pivoting is needed, because
-    the matrix is symmetric and positive semidefinite.
-    """
+    """Gaussian elimination; None for dependent columns. No pivoting: the matrix is positive semidefinite."""
     rows = {i: {j: gram[i, j] for j in chosen} | {-1: right[i]} for i in chosen}
     for k, pivot in enumerate(chosen):
         if rows[pivot][pivot] < SAME:

@@ -1,8 +1,4 @@
-"""Draws simulated runs in a colour for each policy: time to the first token, and waiting and running requests over
-time.
-
-Only this file requires matplotlib. Plotting works without a display.
-"""
+"""Draws simulated runs, by policy. Only this file needs matplotlib; no display is needed."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -16,20 +12,17 @@ from matplotlib.ticker import FuncFormatter, PercentFormatter, StrMethodFormatte
 from scheduler_service.simulation.simulator import RequestTimes, Result
 from scheduler_service.simulation.summary import by_priority, by_tenant, ttft
 
-MAX_TENANTS = 10  # maximum number of tenants that are drawn separately
+MAX_TENANTS = 10
 
 
 class Style(NamedTuple):
-    """The style of one policy's curve and points."""
-
     colour: str
     dashes: str | tuple[int, tuple[float, float]]
     marker: str
     size: int
 
 
-# Colours that colour-blind readers can tell apart (Okabe and Ito). Dashes and smaller points keep curves visible below
-# other curves.
+# Colours of Okabe and Ito, for colour-blind readers. Dashes and smaller points keep curves visible below others.
 STYLES = (
     Style("#0072b2", "-", "o", 10),
     Style("#d55e00", (0, (5, 2)), "s", 6),
@@ -38,7 +31,7 @@ STYLES = (
 
 
 def check(path: Path) -> None:
-    """Raise ValueError if `save` could not write a file with this name."""
+    """Raise ValueError if `save` could not write such a file."""
     if path.suffix[1:].lower() not in (known := Figure().canvas.get_supported_filetypes()):
         raise ValueError(f"{path} is no name for a figure; it must end in one of {', '.join(sorted(known))}")
     if not path.absolute().parent.is_dir():
@@ -50,7 +43,6 @@ def save(results: Mapping[str, Result], title: str, path: Path) -> None:
 
 
 def draw(results: Mapping[str, Result], title: str) -> Figure:
-    """Draw one figure for the runs of a trace under each policy."""
     figure = Figure(figsize=(12, 6), dpi=150, layout="constrained")
     figure.suptitle(title, fontsize="x-large")
     grid = figure.add_gridspec(1, 2, width_ratios=(1, 1.2))
@@ -78,7 +70,7 @@ def draw(results: Mapping[str, Result], title: str) -> Figure:
 
 
 def _kinds(requests: Sequence[RequestTimes]) -> dict[str, Sequence[RequestTimes]]:
-    """Requests by kind: all requests, and the requests of each tenant and of each priority, if there are several."""
+    """All requests, and those of each tenant and each priority, if there are several."""
     tenants, priorities = by_tenant(requests), by_priority(requests)
     busiest = sorted(tenants, key=lambda tenant: -len(tenants[tenant]))[:MAX_TENANTS]
     kinds: dict[str, Sequence[RequestTimes]] = {"all": requests}
@@ -105,7 +97,6 @@ def _draw_latency(axes: Axes, styled: Sequence[tuple[str, Result, Style]]) -> No
 
 
 def _draw_tails(axes: Axes, styled: Sequence[tuple[str, Result, Style]]) -> None:
-    """Draw a line of points for each kind of request."""
     _frame(axes, "Its p99 by tenant and priority")
     for policy, result, style in styled:
         kinds = _kinds(result.requests)
@@ -127,7 +118,7 @@ def _draw_counts(axes: Axes, title: str, styled: Sequence[tuple[str, Result, Sty
 
 
 def count(begins: Iterable[float], ends: Iterable[float]) -> tuple[list[float], list[int]]:
-    """The times at which the number of open time spans changes, and the number of open spans after each change."""
+    """Times of a change in the number of open spans, and the number after each."""
     changes: dict[float, int] = {0.0: 0}
     for times, change in ((begins, 1), (ends, -1)):
         for time in times:

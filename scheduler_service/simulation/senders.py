@@ -1,6 +1,4 @@
-"""Assigns a tenant, a priority and a conversation to each request of a trace. Senders are assigned because public
-traces do not contain them.
-"""
+"""Assigns tenants, priorities and conversations, which public traces lack."""
 
 import heapq
 import random
@@ -15,10 +13,8 @@ T = TypeVar("T")
 
 
 def deal(arrivals: Sequence[Arrival], tenants: Mapping[str, float], priorities: Mapping[int, float]) -> list[Arrival]:
-    """Give every request a random tenant and priority, in proportion to their shares of all requests.
-
-    Tenant and priority do not depend on each other or on the request. Every run gives a request the same tenant and
-    priority.
+    """Give every request a random tenant and priority by their shares, independent of each other and equal in every
+    run.
     """
     draw = random.Random(0)
     tenant, priority = _chooser(tenants), _chooser(priorities)
@@ -27,21 +23,18 @@ def deal(arrivals: Sequence[Arrival], tenants: Mapping[str, float], priorities: 
 
 def _chooser(shares: Mapping[T, float]) -> Callable[[random.Random], T]:
     choices, bounds = list(shares), list(accumulate(shares.values()))
-    # In Python's random module, only random() promises the same numbers in every version of Python.
+    # random() alone promises equal numbers in every version of Python.
     return lambda draw: choices[min(bisect_right(bounds, draw.random() * bounds[-1]), len(choices) - 1)]
 
 
 def converse(arrivals: Sequence[Arrival], *, pause: float, most_turns: int) -> list[Arrival]:
-    """Make each request a turn of a conversation, if its prompt is long enough to contain the conversation's previous
-    turns.
+    """Make each request a turn of a conversation, if its prompt has room for the previous turns.
 
-    A turn begins at least `pause` seconds after the previous turn. A turn continues the longest conversation that fits
-    into the turn's prompt. Every turn's prompt begins with the previous turn's prompt and output.
+    A turn begins at least `pause` seconds after the previous turn, and continues the longest conversation that fits.
     """
-    # Conversations in their pause, sorted by the pause's end. The fields are: the pause's end, tokens so far, number of
-    # turns, the conversation's number.
+    # Conversations in their pause: its end, tokens so far, number of turns, number.
     resting: list[tuple[float, int, int, int]] = []
-    said: list[tuple[int, int, int]] = []  # conversations whose pause between two turns has ended
+    said: list[tuple[int, int, int]] = []  # conversations after their pause
     numbers = count()
     turns: list[Arrival] = []
     for arrival in arrivals:

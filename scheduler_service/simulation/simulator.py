@@ -1,10 +1,7 @@
-"""Runs a trace through schedulers on a virtual clock. Each simulated worker has a scheduler. All schedulers share one
-queue.
+"""Runs a trace through schedulers with one queue, on a virtual clock.
 
-There are three kinds of event: a request arrives, a step ends, or an idle worker plans again. An idle worker plans
-again if it left a request to a better worker for a limited time, and this time is over. All other idle workers sleep
-until they may receive a request. The simulator wakes only as many workers as the waiting requests require, so a
-thousand idle workers cost nothing.
+Events are arrivals, ends of steps, and retries of idle workers that left a request to a better worker. Only as many
+idle workers wake as the waiting requests need.
 """
 
 import heapq
@@ -29,15 +26,14 @@ from scheduler_service.simulation.drafts import Drafting
 from scheduler_service.simulation.fairness import ServiceGap
 from scheduler_service.simulation.trace import Arrival, longest_sequence
 
-TOKEN = 7  # The token that simulated workers sample.
-# A worker that left a request to a better worker plans again this many seconds after the time limit for leaving the
-# request.
+TOKEN = 7  # sampled by all workers
+# Seconds after the time limit of a left request, until its worker plans again.
 TICK = 1e-6
 
 
 @dataclass(slots=True)
 class RequestTimes:
-    """The times of one request, in seconds of the virtual clock."""
+    """One request; times in seconds of the virtual clock."""
 
     arrival: Arrival
     admitted: float | None = None
@@ -72,8 +68,6 @@ class RequestTimes:
 
 @dataclass(slots=True)
 class Result:
-    """The results of one simulated run."""
-
     requests: list[RequestTimes]
     seconds: float = 0.0
     busy_seconds: list[float] = field(default_factory=list)
@@ -81,7 +75,7 @@ class Result:
     preemptions: dict[PreemptionMode, int] = field(default_factory=dict)
     cached_tokens: int = 0
     service_gap: float = 0.0
-    """Largest difference between two tenants' services, in tokens as counted in `fairness`."""
+    """Tokens, as counted in `fairness`."""
     balancer: Balancer = field(default_factory=Balancer)
 
     @property
@@ -94,10 +88,7 @@ class Result:
 
 
 class Simulator:
-    """One run of a trace. Raises ValueError if a request could never run on a worker of this cost model.
-
-    `slowness` contains factors on workers' step times, by worker number.
-    """
+    """`slowness`: factors on step times, by worker. Raises ValueError if a request could never run."""
 
     def __init__(
         self,
@@ -114,9 +105,9 @@ class Simulator:
         pool, longest = cost_model.num_device_blocks * cost_model.block_size, longest_sequence(arrivals)
         num_drafts = len(cost_model.acceptance)
         if num_drafts and num_drafts >= pool:
-            raise ValueError(f"a worker's pool has {pool} tokens, and no room behind {num_drafts} guesses")
+            raise ValueError(f"a worker's pool has {pool} tokens, which is not more than {num_drafts} drafts")
         pool -= num_drafts
-        if not pool:  # an encoder computes each text in one step, and stores nothing in blocks
+        if not pool:  # an encoder computes a text in one step, without blocks
             pool, longest = cost_model.max_num_batched_tokens, longest - 1
             if any(arrival.output_tokens > 1 for arrival in arrivals):
                 raise ValueError("the trace has requests of several output tokens, and an encoder samples none")
@@ -143,16 +134,16 @@ class Simulator:
         self._waiting = WaitingQueue() if waiting is None else waiting
         self._workers = [Scheduler(config, self._waiting) for _ in range(num_workers)]
         self._numbers: dict[object, int] = {scheduler: number for number, scheduler in enumerate(self._workers)}
-        self._idle = dict.fromkeys(range(num_workers - 1, -1, -1))  # The last worker that became idle plans first.
-        self._ends: list[tuple[float, int, SchedulerOutput]] = []  # The end of each running step, its worker, the step.
-        self._verified: list[list[int]] = [[] for _ in self._workers]  # Drafts that each running step verifies.
-        self._retries: list[tuple[float, int]] = []  # Times at which idle workers plan again: time, worker.
+        self._idle = dict.fromkeys(range(num_workers - 1, -1, -1))  # the last to become idle plans first
+        self._ends: list[tuple[float, int, SchedulerOutput]] = []  # running steps
+        self._verified: list[list[int]] = [[] for _ in self._workers]  # drafts of running steps
+        self._retries: list[tuple[float, int]] = []  # time, worker
         self._service_gap = ServiceGap()
         self._drafting = Drafting(cost_model.guesses, cost_model.acceptance) if num_drafts else None
         self.result = Result([RequestTimes(arrival) for arrival in arrivals], busy_seconds=[0.0] * num_workers)
 
     def run(self, progress: Callable[[int], None] = lambda _: None) -> Result:
-        """Run to the end. The function `progress` is called with the number of requests that have finished so far."""
+        """`progress` gets the number of finished requests."""
         num_finished = 0
         for now, worker, output in self._events():
             if worker is None:
@@ -171,9 +162,7 @@ class Simulator:
         return result
 
     def _events(self) -> Iterator[tuple[float, int | None, SchedulerOutput | None]]:
-        """Yield the time, the worker and the step of each event, in the order of time. The event is an arrival without
-        a worker and a step, the end of a step, or an idle worker's retry without a step.
-        """
+        """Yield each event's time, worker and step. An arrival has neither worker nor step, a retry no step."""
         arriving = 0
         while arriving < len(self._arrivals) or self._ends or self._retries:
             next_end = self._ends[0][0] if self._ends else float("inf")
@@ -192,7 +181,7 @@ class Simulator:
                 yield *heapq.heappop(self._retries), None
 
     def _group(self, number: int) -> SequenceGroup:
-        """Create a request. The request's prompt shares a prefix only with requests of the same conversation."""
+        """Only requests of one conversation share a prefix."""
         arrival = self._arrivals[number]
         is_alone = arrival.conversation is None
         root = f"request {number}" if is_alone else f"conversation {arrival.conversation}"
@@ -212,8 +201,8 @@ class Simulator:
                 return
 
     def _ask(self, now: float, worker: int) -> bool:
-        """Let an idle worker plan a step, then the idle workers to which this worker leaves requests. Returns whether
-        the first of these workers began a step.
+        """Let an idle worker plan, then the idle workers to which it leaves requests. Returns whether `worker` began a
+        step.
         """
         to_ask, asked = [worker], set[int]()
         while to_ask:

@@ -1,6 +1,4 @@
-"""The figures of one simulated run: latencies in seconds, and throughput in output tokens per second of virtual
-time.
-"""
+"""A run's figures: latencies in seconds, throughput in output tokens per virtual second."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -31,9 +29,7 @@ def by_priority(requests: Sequence[RequestTimes]) -> dict[int, list[RequestTimes
 
 
 def summarise(result: Result) -> dict[str, object]:
-    """All figures of a run that may differ between policies. Tenants and priorities are listed only if there are
-    several.
-    """
+    """All figures that may differ between policies; tenants and priorities only if there are several."""
     requests = result.requests
     figures: dict[str, object] = {
         name: percentiles([getattr(request, name) for request in requests])

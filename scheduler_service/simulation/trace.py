@@ -10,13 +10,11 @@ COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
 class TraceError(ValueError):
-    """The trace cannot be used. The error's message names the line of the file."""
+    """The trace cannot be used; the message names the line."""
 
 
 class Arrival(NamedTuple):
-    """One request of a trace. `at` is in seconds after the first request. Prompts of a `conversation` share a
-    prefix.
-    """
+    """One request; `at` in seconds after the first. Prompts of a `conversation` share a prefix."""
 
     at: float
     prompt_tokens: int
@@ -29,7 +27,7 @@ class Arrival(NamedTuple):
 def read_trace(path: Path, *, speedup: float = 1.0, limit: int | None = None) -> list[Arrival]:
     """Read a CSV file with the columns of the Azure LLM inference traces (Patel et al., "Splitwise", ISCA 2024).
 
-    `speedup` divides the times. If `limit` is set, only the first `limit` requests are read. Raises TraceError.
+    `speedup` divides the times; `limit` is the number of requests to read. Raises TraceError.
     """
     arrivals: list[Arrival] = []
     try:
@@ -42,7 +40,7 @@ def read_trace(path: Path, *, speedup: float = 1.0, limit: int | None = None) ->
                 if len(arrivals) == limit:
                     break
                 try:
-                    # The trace's timestamps have seven digits of a second; Python's datetime reads at most six.
+                    # Timestamps have seven digits of a second, Python's datetime reads six.
                     time = datetime.fromisoformat(row["TIMESTAMP"][:26])
                     prompt_tokens, output_tokens = int(row["ContextTokens"]), int(row["GeneratedTokens"])
                 except (TypeError, ValueError) as error:

@@ -1,3 +1,1 @@
-"""The server's statistics: counts and durations in plain numbers. The package `operations` converts them to text for
-metrics and to messages for operators.
-"""
+"""The server's counts and durations in plain numbers. `operations` converts them for metrics and operators."""

@@ -1,9 +1,4 @@
-"""The requests that ended last and their waiting times, for operators. The number of stored requests is limited, and so
-are their bytes.
-
-Clients choose ids and tenants, so a limit on the number alone would not limit the memory. Prompts and texts are never
-stored.
-"""
+"""The requests that ended last, for operators, limited in number and bytes, because clients choose ids and tenants."""
 
 import time
 from collections import deque
@@ -14,14 +9,12 @@ from pagewire.v1 import admin_service_pb2 as admin_pb
 from pagewire.v1 import inference_service_pb2 as pb
 
 MAX_REQUESTS = 1000
-MAX_BYTES = 1 << 20  # maximum size of all serialized requests; a request takes about 120 bytes
+MAX_BYTES = 1 << 20  # all serialized requests; a request takes about 120 bytes
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times and token counts of one finished request on this server. RequestMetrics in inference_service.proto defines
-    each figure.
-    """
+    """Times and token counts of one finished request, as defined in inference_service.proto."""
 
     queued_seconds: float | None
     first_token_seconds: float | None
@@ -34,7 +27,7 @@ class RequestMetrics:
     cached_tokens: int
 
     def known(self) -> dict[str, float | int]:
-        """The figures that are known for this request, by name. Seconds are rounded to microseconds."""
+        """The known figures by name. Seconds are rounded to microseconds."""
         return {name: round(figure, 6) for name, figure in asdict(self).items() if figure is not None}
 
     def encode(self) -> pb.RequestMetrics:
@@ -42,7 +35,7 @@ class RequestMetrics:
 
 
 class FinishedRequests:
-    """A store of finished requests. Adding a request takes O(1). A full store drops its oldest requests."""
+    """A store of finished requests, which drops the oldest when full. Adding takes O(1)."""
 
     def __init__(self, max_requests: int = MAX_REQUESTS, max_bytes: int = MAX_BYTES) -> None:
         self._max_requests = max_requests
@@ -59,7 +52,6 @@ class FinishedRequests:
         return self._num_bytes
 
     def add(self, finished: admin_pb.FinishedRequest) -> None:
-        """Add a request that has just ended."""
         finished.end_time_ms = time.time_ns() // 1_000_000
         request = finished.SerializeToString()
         self._requests.append(request)
@@ -68,5 +60,4 @@ class FinishedRequests:
             self._num_bytes -= len(self._requests.popleft())
 
     def newest(self, limit: int) -> list[admin_pb.FinishedRequest]:
-        """The requests that ended last, the newest first."""
         return [admin_pb.FinishedRequest.FromString(request) for request in islice(reversed(self._requests), limit)]

@@ -1,3 +1,1 @@
-"""Converts between the core's types and the messages of workers, front ends and recordings. This package opens no
-connections.
-"""
+"""Converts between the core's types and the messages of workers, front ends and recordings."""

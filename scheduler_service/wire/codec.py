@@ -1,6 +1,4 @@
-"""Converts between the core's types and the protobuf messages of workers. No other file uses these types together with
-these messages.
-"""
+"""The codec of workers' messages. No other file uses both these messages and the core's types."""
 
 import hashlib
 import math
@@ -20,8 +18,6 @@ PROTOCOL_VERSION = 4
 
 
 class WorkerInfo(NamedTuple):
-    """A worker's description of itself."""
-
     protocol_version: int
     model_id: str
     model_fingerprint: str
@@ -61,10 +57,7 @@ def decode_worker_info(message: worker_pb.GetWorkerInfoResponse) -> WorkerInfo:
 
 
 def _fill_sampling(message: GroupSampling, sampling: SamplingParams) -> None:
-    """Write the parameters that a worker reads, except numbers with their default value.
-
-    The requests of a simulation have no numbers for the sampler.
-    """
+    """Write the parameters that a worker reads. A simulation's requests have no numbers for the sampler."""
     numbers: dict[str, Any] = {
         name: value
         for name, number in NUMBERS.items()
@@ -92,9 +85,7 @@ def _fill_sampling(message: GroupSampling, sampling: SamplingParams) -> None:
 
 
 def _encode_table(block_ids: list[int]) -> list[int]:
-    """Encode a block table. The worker never reads entries of blocks that the sliding window has left, so 0 is written
-    for these entries.
-    """
+    """0 replaces blocks behind the sliding window, which the worker never reads."""
     return [block if block > 0 else 0 for block in block_ids]
 
 
@@ -132,9 +123,7 @@ def _fill_fork(message: pb.Fork, fork: Fork) -> None:
 
 
 def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.SchedulerOutput:
-    """Encode a step as a message to the worker. If all chunks of a step are decodes, the second and third column are
-    omitted.
-    """
+    """Columns with only default values are omitted."""
     message = pb.SchedulerOutput(
         epoch=epoch,
         step_id=output.step_id,
@@ -142,7 +131,7 @@ def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.Scheduler
         finished=output.finished,
         preempted=output.preempted,
     )
-    # All messages are created in place: if a finished message is passed in, protobuf serializes and parses it again.
+    # Created in place: protobuf would serialize and parse a finished message again.
     for sequence_id, start, block_ids in output.block_table_updates:
         message.block_table_updates.add(sequence_id=sequence_id, start=start, block_ids=_encode_table(block_ids))
     for new in output.new_sequences:
@@ -166,15 +155,11 @@ def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.Scheduler
 
 
 MAX_POSITIONS = 1 << 18
-"""Maximum number of token positions with log-probabilities of one sequence in an answer. Every step has fewer tokens. A
-position takes about 200 bytes in memory and 9 bytes in a message.
-"""
+"""Positions with log-probabilities of one sequence in an answer; each takes about 200 bytes."""
 
 
 def _decode_logprobs(columns: pb.SampleLogprobs) -> list[TokenLogprobs]:
-    """Split the columns with one sequence's log-probabilities into token positions. Raises ValueError if the columns
-    are empty or differ in length.
-    """
+    """Split one sequence's columns by position. Raises ValueError for lengths that contradict each other."""
     width, positions = columns.width, len(columns.ranks)
     if positions > (MAX_POSITIONS if width else 0):
         raise ValueError(f"log-probabilities of sequence {columns.sequence_id} have {positions} positions of {width}")
@@ -188,9 +173,8 @@ def _decode_logprobs(columns: pb.SampleLogprobs) -> list[TokenLogprobs]:
 
 
 def decode_model_output(message: pb.ModelOutput) -> ModelOutput:
-    """Decode a worker's answer. Raises ValueError if the lengths of the answer's columns contradict each other."""
-    # Prompt tokens are not sampled. If the sum of a prompt's log-probabilities is NaN or +inf, the model's results for
-    # this prompt are useless, and the sequence fails.
+    """Raises ValueError if the lengths of the columns contradict each other."""
+    # A sum of NaN or +inf shows useless results for the prompt.
     without = [columns.sequence_id for columns in message.prompt_logprobs if not sum(columns.logprobs) < math.inf]
     output = ModelOutput(
         message.step_id,
@@ -203,11 +187,11 @@ def decode_model_output(message: pb.ModelOutput) -> ModelOutput:
         vectors={vectors.sequence_id: vectors.data for vectors in message.vectors},
     )
     if not output.barred_sequence_ids <= output.failed_sequence_ids:
-        raise ValueError("a sequence that no token is allowed of has not failed")
+        raise ValueError("a sequence with no allowed token has not failed")
     if len(output.vectors) != len(message.vectors):
         raise ValueError("vectors of a sequence came twice")
     if output.num_tokens and sum(output.num_tokens) != len(output.token_ids):
-        raise ValueError(f"{len(output.token_ids)} tokens do not divide into {len(output.num_tokens)} shares")
+        raise ValueError(f"{len(output.token_ids)} tokens do not divide into {len(output.num_tokens)} counts")
     for columns in message.logprobs:
         output.logprobs[columns.sequence_id] = _decode_logprobs(columns)
     for columns in message.prompt_logprobs:

@@ -1,6 +1,4 @@
-"""A request's sampling parameters on the way from front end to worker: the core's parameters and the sampler's
-numbers.
-"""
+"""A request's sampling parameters between front end and worker."""
 
 from dataclasses import dataclass
 
@@ -10,4 +8,4 @@ from scheduler_service.core import SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class RequestSampling(SamplingParams, SamplerParams):
-    """`SamplingParams` for the core, and the numbers for the worker's sampler."""
+    """The core's parameters, and the numbers for the worker's sampler."""

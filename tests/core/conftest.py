@@ -1,1 +1,1 @@
-"""Tests of the planning core, in the rooms of the code; in this folder are its tests as a whole, and their helpers."""
+"""Tests of the planning core as a whole, and their helpers."""

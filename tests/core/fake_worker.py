@@ -1,9 +1,7 @@
-"""A worker without a model: it stores in every KV slot a hash of the prefix that belongs there.
+"""A worker without a model: every KV slot holds a hash of its prefix, which begins with the encoder's input.
 
-What an encoder reads is the beginning of every prefix of its group.
-
-It knows only what a SchedulerOutput tells it, and checks before each "attention" that every slot it would read holds
-the right prefix. The token it samples is a function of the prefix, so the right output of a request is known.
+It knows only SchedulerOutputs, and checks before each "attention" that every slot holds the right prefix. The sampled
+token is a function of the prefix, so the right output of a request is known.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +9,7 @@ from itertools import chain
 from random import Random
 
 from scheduler_service.core import ModelOutput, SchedulerConfig, SchedulerOutput, SequenceGroup
-from scheduler_service.core.blocks.pool import NO_BLOCK
+from scheduler_service.core.blocks.tables import NO_BLOCK
 from scheduler_service.core.groups.sequence import EncoderSequence, Sequence
 from scheduler_service.core.outputs import TokenLogprobs
 
@@ -19,7 +17,6 @@ VOCABULARY = 50
 
 
 def extend(prefix: int, token: int) -> int:
-    """The hash of a prefix and one more token."""
     return (prefix * 1_000_003 + token + 1) & 0xFFFFFFFFFFFF
 
 
@@ -28,7 +25,7 @@ def sample(prefix: int, index: int) -> int:
 
 
 def seed_of(group: SequenceGroup) -> int:
-    """What prefixes of a group begin with: its encoder's input, if any."""
+    """The encoder's part of a group's prefixes, if any."""
     return 0 if group.encoder is None else prefix_of(list(group.encoder.input.token_ids), 1)
 
 
@@ -39,13 +36,13 @@ def prefix_of(tokens: list[int], prefix: int = 0) -> int:
 
 
 def candidates(prefix: int) -> list[tuple[int, float]]:
-    """Every token with a log-probability of its own after this prefix, likeliest first."""
+    """Every token with its log-probability after this prefix, likeliest first."""
     scores = [(token, -((extend(prefix, token) >> 7) % 997) / 300 - token / 1e5) for token in range(VOCABULARY)]
     return sorted(scores, key=lambda score: -score[1])
 
 
 def reference_beams(group: SequenceGroup, max_sequence_tokens: int) -> list[list[int]]:
-    """Beam search over the whole vocabulary, one list after the other, as transformers defines it; best first."""
+    """Beam search over the whole vocabulary, in sequence, as transformers defines it; best first."""
     sampling, prompt = group.sampling, list(group.prompt_token_ids)
     seed = seed_of(group)
     width, ends = sampling.beam_width, sampling.eos_token_ids | sampling.stop_token_ids
@@ -78,7 +75,7 @@ def reference_beams(group: SequenceGroup, max_sequence_tokens: int) -> list[list
 
 
 def reference_output(group: SequenceGroup, index: int, max_sequence_tokens: int) -> list[int]:
-    """What one output of a request is, computed alone and obviously."""
+    """One output of a request, computed alone and simply."""
     prefix = seed_of(group)
     sequence, sampling = group.sequences[index], group.sampling
     for token in sequence.token_ids[: sequence.num_prompt_tokens]:
@@ -106,7 +103,7 @@ class Mirror:
     known_prefixes: list[int] = field(default_factory=list)
 
     def prefixes(self, end: int) -> list[int]:
-        """The hashes of the prefixes that end with each of the first `end` tokens, and perhaps of more."""
+        """Hashes of the prefixes that end with each of the first `end` tokens, and perhaps of more."""
         known = self.known_prefixes  # tokens come and go at the end only
         prefix = known[-1] if known else self.seed
         for token in self.tokens[len(known) : end]:
@@ -118,7 +115,7 @@ class Mirror:
         return sample(self.prefixes(len(self.tokens))[-1], self.index)
 
     def cut(self, length: int) -> list[int]:
-        """Take the tokens from there on away, and return them."""
+        """Remove and return the tokens from `length` on."""
         tokens = self.tokens[length:]
         del self.tokens[length:], self.known_prefixes[length:]
         return tokens
@@ -130,9 +127,9 @@ class FakeWorker:
     mirrors: dict[int, Mirror] = field(default_factory=dict)
     last_step: int = 0
     drafting: Random | None = None
-    """Draws how many draft tokens are made, which of them are right, and for how many there should be room."""
+    """Draws the number of drafts, the right ones, and the room wanted."""
     reading: Random | None = None
-    """Draws which outputs in a form are still being read, so that they gain no token."""
+    """Draws the outputs that gain no token because their form is still being parsed."""
 
     def __post_init__(self) -> None:
         empty = [-1] * self.config.block_size
@@ -174,7 +171,7 @@ class FakeWorker:
             for sequence, room in output.num_draft_tokens.items()
         }
         scheduled = [(s, num_tokens - num_unused.get(s.id, 0), samples) for s, num_tokens, samples in output.scheduled]
-        # All keys and values of a step are written before any are read.
+        # A step writes all keys and values before it reads any.
         for sequence, num_tokens, samples in scheduled:
             if sequence.is_encoder:
                 self._store_encoder(self.mirrors[sequence.id], num_tokens)
@@ -203,7 +200,7 @@ class FakeWorker:
         return answer
 
     def _draft(self, mirror: Mirror, room: int) -> int:
-        """Put draft tokens behind a sequence's tokens, most of them right; returns how many."""
+        """Append drafts, most of them right; returns their number."""
         number = room if self.drafting is None else self.drafting.randint(0, room)
         for _ in range(number):
             is_right = self.drafting is None or self.drafting.random() < 0.7
@@ -218,7 +215,7 @@ class FakeWorker:
             mirror.encoder, mirror.seed = self.mirrors[encoder.id], seed_of(sequence.group)
 
     def _store_encoder(self, mirror: Mirror, num_tokens: int) -> None:
-        """Whole: each slot holds what stands for the whole input, and its own place."""
+        """Every slot holds the hash of the whole input and its own place."""
         assert (mirror.num_computed, num_tokens) == (0, len(mirror.tokens)), "an encoder's input is not computed whole"
         mirror.num_computed = num_tokens
         for position, stored in enumerate(self._encoded(mirror)):
@@ -249,7 +246,7 @@ class FakeWorker:
             assert stored == self._encoded(mirror.encoder), "the cross table holds others' keys and values"
         window, block_size = self.config.sliding_window, self.config.block_size
         start = max(0, mirror.num_computed - window + 1) if window else 0
-        # Without a loop over positions: most of the time of a simulated worker is spent here.
+        # Without a loop over positions, because a simulated worker spends most of its time here.
         first = start // block_size
         blocks = mirror.table[first : -(-end // block_size)]
         assert NO_BLOCK not in blocks, f"positions from {start} on are needed, and a block of theirs was let go of"
@@ -259,7 +256,7 @@ class FakeWorker:
         mirror.num_computed = end
 
     def _sample(self, mirror: Mirror, is_late: bool) -> list[int]:
-        """The sampled token, after those draft tokens that are what would have been sampled."""
+        """The sampled token, after the accepted drafts."""
         num_draft, mirror.num_draft = mirror.num_draft, 0
         draft = mirror.cut(mirror.num_computed - num_draft)
         if is_late:

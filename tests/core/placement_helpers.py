@@ -1,4 +1,4 @@
-"""Several schedulers that share a queue, and what they say of the groups in it."""
+"""Several schedulers that share a queue."""
 
 from scheduler_helpers import make_group, make_scheduler
 
@@ -37,7 +37,7 @@ def reasons(output: SchedulerOutput) -> dict[str, PlacementReason]:
 
 
 def unlike(name: str, num_tokens: int = 6, **about: object) -> SequenceGroup:
-    """A group that shares no prefix with any other."""
+    """A group that shares no prefix."""
     return make_group(name, num_tokens, root=name.encode(), **about)  # type: ignore[arg-type]
 
 
@@ -46,19 +46,19 @@ def answer(scheduler: Scheduler, output: SchedulerOutput, now: float) -> None:
 
 
 def finish(scheduler: Scheduler) -> None:
-    """Serve what there is for this worker, answering every step at once."""
+    """Serve this worker's groups to their end, answering every step at once."""
     while not (output := scheduler.schedule()).is_empty:
         answer(scheduler, output, 0.0)
 
 
 def finish_prompts(scheduler: Scheduler) -> None:
-    """Serve what there is for this worker until it decodes."""
+    """Serve this worker's groups until they decode."""
     while not scheduler.running or any(group.live[0].num_output_tokens < 2 for group in scheduler.running):
         answer(scheduler, scheduler.schedule(), 0.0)
 
 
 def warm(scheduler: Scheduler, group: SequenceGroup) -> None:
-    """Compute a group on this worker, so that its prefix is cached there."""
+    """Compute a group, so that its prefix is cached on this worker."""
     others = [member.scheduler for member in scheduler.balancer._members.values() if member.scheduler is not scheduler]
     for other in others:
         other.set_admission(False)

@@ -27,7 +27,7 @@ _numbers = itertools.count()
 def make_scheduler(
     waiting: WaitingQueue | None = None, worker: str | None = None, *, now: float = 0.0, **sizes: object
 ) -> Scheduler:
-    """Of another worker than all before, unless it is named."""
+    """A scheduler, by default of a worker with a new name."""
     defaults: dict[str, object] = {
         "block_size": 4,
         "num_device_blocks": 16,
@@ -52,7 +52,7 @@ def make_group(
     encoder: Iterable[int] = (),
     **sampling: object,
 ) -> SequenceGroup:
-    """Its prompt is 0, 1, 2, …, so that any two prompts begin alike. `encoder`: the tokens that its encoder reads."""
+    """The prompt is 0, 1, 2, …, so that any two prompts begin alike. `encoder` are the encoder's tokens."""
     params = SamplingParams(**({"max_tokens": 4} | sampling))  # type: ignore[arg-type]
     tokens = array("I", encoder)
     return SequenceGroup(
@@ -68,7 +68,7 @@ def make_group(
 
 
 def suspect(group: SequenceGroup, num_losses: int = 2, *workers: str) -> SequenceGroup:
-    """The group, after so many losses in company, of these workers."""
+    """The group after losses of these workers, in company."""
     group.suspicion = Suspicion()
     for number in range(num_losses):
         worker = workers[number % len(workers)] if workers else "lost"
@@ -77,7 +77,7 @@ def suspect(group: SequenceGroup, num_losses: int = 2, *workers: str) -> Sequenc
 
 
 def plan(output: SchedulerOutput) -> dict[str, list[int]]:
-    """How many tokens each request's sequences compute in a step."""
+    """Computed tokens of each request's sequences in a step."""
     chunks: dict[str, list[int]] = {}
     for sequence, num_tokens, _ in output.scheduled:
         chunks.setdefault(sequence.group.request_id, []).append(num_tokens)
@@ -109,7 +109,7 @@ def output_of(group: SequenceGroup, index: int = 0) -> list[int]:
 def run_ahead(
     scheduler: Scheduler, worker: FakeWorker, num_ahead: int, most_steps: int = 10_000
 ) -> list[SchedulerOutput]:
-    """Run to the end with so many steps planned before the oldest is answered; returns all steps."""
+    """Run to the end with `num_ahead` steps in flight; returns all steps."""
     steps: list[SchedulerOutput] = []
     in_flight: list[tuple[SchedulerOutput, ModelOutput]] = []
     while scheduler.has_work or in_flight:

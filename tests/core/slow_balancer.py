@@ -1,7 +1,4 @@
-"""A balancer that finds every candidate again by looking at all workers, and compares.
-
-Nothing is kept in heaps, sums or directories: each worker's scheduler and allocator are asked, and the best is taken.
-"""
+"""A balancer that keeps nothing: each choice asks all workers' schedulers and allocators."""
 
 from scheduler_service.core import Balancer, SequenceGroup
 from scheduler_service.core.placement.balancer import MAX_CANDIDATES
@@ -24,7 +21,7 @@ class CheckedBalancer(Balancer):
         return found
 
     def _holders(self, member: Member, group: SequenceGroup) -> list[Member]:
-        """Those others whose own allocators find the most blocks in a row, from this worker's last one on."""
+        """The other workers with the most cached blocks in a row, from this worker's last one on."""
         leader = group.live[0]
         keys = member.scheduler.blocks.cache.keys.findable(leader)
         here = [member.scheduler.blocks.device.find(key) is not None for key in keys]
@@ -51,7 +48,7 @@ class CheckedBalancer(Balancer):
         return found
 
     def check(self) -> None:
-        """Assert that what is kept agrees with the schedulers that it is kept of."""
+        """Assert that the directory agrees with the schedulers."""
         found: dict[bytes, int] = {}
         for slot, member in self._members.items():
             assert (member.slot, member.bit) == (slot, 1 << slot)
@@ -71,7 +68,7 @@ class CheckedBalancer(Balancer):
 
 
 def _found_or_expected(member: Member) -> set[bytes]:
-    """The keys by which the worker's blocks are found, and of blocks that running sequences have yet to compute."""
+    """Keys of the worker's cached blocks, and of blocks that its running sequences will compute."""
     expected = [
         key
         for group in member.scheduler.running

@@ -1,8 +1,7 @@
-"""The blocks of the slow scheduler: objects without numbers or counts of their holders; all tables are asked.
+"""The blocks of the slow scheduler: objects without numbers or reference counts; all tables are searched instead.
 
-There are two pools, the "device" and the "host". A block may have a key, the salt and all the tokens that it can be
-found by. Free ones that are found are kept in a list, and the first is given up when no other is free: the one let
-go of longest ago.
+There are two pools, "device" and "host". A block's key is the salt and all tokens up to its end. Free cached blocks are
+in a list, least recently freed first; the first is evicted when no other is free.
 """
 
 from fractions import Fraction
@@ -22,7 +21,7 @@ class SlowBlocks:
         self.let_go: dict[str, list[Block]] = {"device": [], "host": []}
 
     def sequences(self) -> list[SlowSequence]:
-        """All that may have tables."""
+        """All sequences that may have tables."""
         groups = self.running + self.swapped
         return [sequence for g in groups for sequence in [*g.sequences, g.encoder] if sequence]
 
@@ -33,7 +32,7 @@ class SlowBlocks:
         return sum(block in table for table in self.tables("device") + self.tables("host")) if block else 0
 
     def held(self, pool: str, but_by: list[SlowGroup] | None = None) -> set[Block]:
-        """Blocks that stand in any table, or in one of another group."""
+        """Blocks in any table, or in one of another group."""
         groups = [group for group in self.running + self.swapped if group not in (but_by or [])]
         sequences = [sequence for g in groups for sequence in [*g.sequences, g.encoder] if sequence]
         return {block for sequence in sequences for block in getattr(sequence, pool) or ()} - {None}
@@ -48,7 +47,7 @@ class SlowBlocks:
 
     @property
     def num_reserved(self) -> int:
-        """What admission leaves free for groups that run already."""
+        """Blocks that admission leaves free for running groups."""
         return int(self.config.watermark * self.config.num_device_blocks) if self.running else 0
 
     def new_block(self, pool: str) -> Block:
@@ -59,7 +58,7 @@ class SlowBlocks:
         return Block()
 
     def drop_blocks(self, sequence: SlowSequence, end: int | None = None, pool: str = "device") -> None:
-        """Let go of a table's first blocks, the deepest of them first."""
+        """Free a table's first blocks, the last of them first."""
         table = getattr(sequence, pool) or []
         for index in reversed(range(len(table) if end is None else end)):
             block, table[index] = table[index], None
@@ -74,7 +73,7 @@ class SlowBlocks:
         return min(needed, self.config.max_blocks_per_sequence) if self.config.sliding_window else needed
 
     def blocks_of(self, group: SlowGroup) -> int:
-        """Each sequence's, but for those of the prompt that a follower shares with the leader for good."""
+        """Blocks of all sequences; those of the prompt that a follower always shares with the leader count once."""
         leader, *followers = group.live
         in_encoder = self.blocks_for(len(group.encoder_tokens))
         return (
@@ -90,12 +89,12 @@ class SlowBlocks:
         return min(num_blocks, self.config.max_blocks_per_sequence) if self.config.sliding_window else num_blocks
 
     def num_shared(self, follower: SlowSequence) -> int:
-        """A follower goes on from the prompt, or from the token before if it has its first output still to sample."""
+        """Full blocks that a follower shares: the prompt's, or one token less if its first output is not sampled."""
         start = min(len(follower.group.prompt), len(follower.token_ids) - 1)
         return start // self.config.block_size
 
     def never_fits(self, group: SlowGroup) -> bool:
-        """All of its outputs at their longest, without anything else there."""
+        """Whether all outputs at their longest exceed the empty pool."""
         prompt, config = len(group.prompt), self.config
         longest = max(min(prompt + group.sampling.max_tokens, config.max_sequence_tokens), prompt + 1)
         sequences = list(group.live)
@@ -112,7 +111,7 @@ class SlowBlocks:
         return needed + self.blocks_for(len(group.encoder_tokens)) > config.num_device_blocks
 
     def key_of(self, sequence: SlowSequence, index: int) -> Key:
-        """What a decoder makes of its tokens depends on all that its encoder reads, as that itself does."""
+        """The key, which includes the encoder's input."""
         tokens = tuple(sequence.token_ids[: (index + 1) * self.config.block_size])
         of_group = sequence.group.root, tuple(sequence.group.encoder_tokens)
         return (*of_group, f"encoder's {index}" if sequence.is_encoder else tokens)
@@ -139,7 +138,7 @@ class SlowBlocks:
         return [] if None in found else [block for block in found if block]
 
     def expected(self) -> set[Key]:
-        """Keys of blocks that running sequences have said that they will compute."""
+        """Keys of blocks that running sequences will compute."""
         return {
             self.key_of(other, index)
             for group in self.running
@@ -157,7 +156,7 @@ class SlowBlocks:
         return key if key in self.expected() else None
 
     def offer(self, sequence: SlowSequence, num_tokens: int) -> None:
-        """Make the full blocks of what steps compute findable, each once, unless another block has the same key."""
+        """Cache the full blocks of computed tokens, unless their keys are cached already."""
         pool = "device" if sequence.device is not None else "host"
         table = getattr(sequence, pool)
         if table is None or not self.config.prefix_caching or self.config.sliding_window:
@@ -178,7 +177,7 @@ class SlowBlocks:
             block.key = key
 
     def reset_prefix_cache(self) -> int:
-        """Returns how many blocks were found on the device."""
+        """Returns the number of device blocks that were cached."""
         held = {pool: [block for table in self.tables(pool) for block in table if block] for pool in self.let_go}
         found = {b for b in held["device"] + self.let_go["device"] if b.key and b.is_found}
         for block in held["device"] + held["host"]:
@@ -193,13 +192,13 @@ class SlowBlocks:
         child.num_offered = min(parent.num_offered, num_tokens // self.config.block_size)
 
     def planned(self, sequence: SlowSequence) -> int:
-        """Tokens that the step computes of it, as it is planned by now."""
+        """Tokens that the step computes of the sequence, as planned so far."""
         return sum(num_tokens for other, num_tokens, _ in self.plan if other is sequence)
 
     def num_new_blocks(
         self, chunks: list[tuple[SlowSequence, int]], moved: dict[SlowSequence, list[Block | None]] | None = None
     ) -> int:
-        """Tried out on lists: blocks to add, and a copy for every writer of a shared block but the last."""
+        """Blocks to add, and a copy for every writer of a shared block but the last, tried on lists."""
         tables = {s: list(s.device or ()) for s in self.sequences()} | (moved or {})
         num_new = 0
         for sequence, num_tokens in chunks:
@@ -217,8 +216,7 @@ class SlowBlocks:
         return num_new
 
     def append_slots(self, sequence: SlowSequence, num_tokens: int) -> int:
-        """Returns the number of copies. An encoder's blocks are all there, and so are those of what is planned already,
-        by which they may be found."""
+        """Returns the number of copies. An encoder's and planned tokens' blocks exist already."""
         if sequence.is_encoder:
             return 0
         num_copies, table = 0, sequence.device
@@ -250,7 +248,7 @@ class SlowBlocks:
         return None if isinstance(content, Block) else self.find(content, pool)
 
     def num_swap_copies(self, group: SlowGroup) -> int:
-        """Out what the host has not, and back what no other group will have kept."""
+        """Blocks to copy out that the host lacks, and those to copy back that no other group keeps."""
         num_copies, seen = 0, []
         for sequence in group.live_and_encoder:
             for block in (sequence.device or [])[: self.blocks_for(sequence.computed)]:
@@ -275,7 +273,7 @@ class SlowBlocks:
         return in_outputs + group.encoder.computed
 
     def num_blocks_back(self, group: SlowGroup, *, alone: bool) -> int:
-        """Free blocks that a swapped group takes to come back and go on, if it were alone or as things are now."""
+        """Free blocks that a swapped group needs to return and go on, alone or now."""
         back: dict[SlowSequence, list[Block | None]] = {}
         arrived: dict[Block | Key, Block] = {}
         for sequence in group.live_and_encoder:
@@ -292,7 +290,7 @@ class SlowBlocks:
         return num_back + self.num_new_blocks(chunks, back)
 
     def move(self, group: SlowGroup, *, to_host: bool) -> int:
-        """Returns how many blocks were copied: those with tokens in them that are not there already, each once."""
+        """Returns the number of copied blocks: those with tokens that are not there already, each once."""
         source, target = ("device", "host") if to_host else ("host", "device")
         sequences = [sequence for sequence in group.live_and_encoder if getattr(sequence, source) is not None]
         for sequence in sequences:  # what is there is held before anything is given up for the rest

@@ -1,4 +1,4 @@
-"""Requests and the queue of the slow scheduler: lists, and rules that are looked up anew whenever one is needed."""
+"""Requests and the queue of the slow scheduler: lists, and rules that are evaluated anew each time."""
 
 import itertools
 
@@ -6,11 +6,11 @@ from scheduler_service.core import SamplingParams, SequenceStatus
 from scheduler_service.core.groups.beam_search import BeamSearch
 
 Key = tuple[bytes, tuple[int, ...], tuple[int, ...] | str]
-"""A salt, what an encoder reads, and all the decoder's tokens up to a block's end; or which of the encoder's it is."""
+"""A salt, the encoder's tokens, and the decoder's tokens up to a block's end, or the name of the encoder's block."""
 
 
 class Block:
-    """A place for keys and values: what is in it, once that is known, and whether it is the one that is found."""
+    """Keys and values: their tokens once known, and whether the block is the cached one."""
 
     key: Key | None = None
     is_found = False
@@ -68,7 +68,7 @@ class SlowSequence:
 
 
 class SlowEncoder(SlowSequence):
-    """What a group's encoder reads."""
+    """The encoder's input of a group."""
 
     is_encoder = True
 
@@ -125,7 +125,7 @@ class SlowGroup:
 
 
 class SlowQueue:
-    """A list, in the order in which groups came in, and the rule by which one of them is next."""
+    """A list in order of arrival, and the rule that chooses the next group."""
 
     def __init__(self, policy: str, overtakes: int = 64, weights: dict[str, float] | None = None) -> None:
         self.policy, self.overtakes, self.weights = policy, overtakes, weights or {}
@@ -142,7 +142,7 @@ class SlowQueue:
         self.groups.append(group)
 
     def put_back(self, group: SlowGroup) -> None:
-        """Before all that came later, and before those that came earlier but were given to no worker since."""
+        """Insert before later arrivals, and before earlier ones that no worker has taken since."""
         self.raise_counter(group.tenant)
         others = [other for other in self.groups if self.policy != "fair" or other.tenant == group.tenant]
         older = list(itertools.takewhile(lambda other: other.number < group.number, others))
@@ -153,7 +153,7 @@ class SlowQueue:
         self.last_to_leave = group.tenant
 
     def raise_counter(self, tenant: str) -> None:
-        """A tenant that returns has at least the lowest counter of those that wait, or else of the last one."""
+        """A returning tenant has at least the lowest counter of waiting tenants, or else of the last one."""
         waiting = [self.served[group.tenant] for group in self.groups]
         lowest = min(waiting, default=self.served.get(self.last_to_leave, 0.0))
         self.served[tenant] = max(self.served.get(tenant, 0.0), lowest)

@@ -1,4 +1,4 @@
-"""Which adapters a worker holds, found out anew from the groups that it has whenever it is asked."""
+"""The adapters of a worker, derived anew from its groups each time."""
 
 from typing import TYPE_CHECKING
 

@@ -1,8 +1,7 @@
-"""The scheduler in its most obvious form: plain lists, linear scans, and everything found out anew in every step.
+"""The scheduler in its simplest form: plain lists, linear scans, and nothing counted, cached or kept between steps.
 
-Nothing is counted, cached or repeated. The decisions are those of `scheduler_service.core.Scheduler`, except that
-no request is a suspect here, because no worker is ever lost. `BeamSearch` decides which beams live on; it has an
-oracle of its own.
+The decisions are those of `scheduler_service.core.Scheduler`, without suspects, because no worker is lost. `BeamSearch`
+chooses beams; it has its own oracle.
 """
 
 from dataclasses import dataclass
@@ -12,18 +11,18 @@ from slow_groups import Block, Key, SlowGroup, SlowQueue, SlowSequence
 from slow_loras import SlowLoras
 
 from scheduler_service.core import PhaseRule, PreemptionMode, SchedulerConfig, SequenceStatus
-from scheduler_service.core.planning import queue_view
+from scheduler_service.core.queues import waiting_queue
 
 
 @dataclass
 class SlowStep:
     chunks: list[tuple[SlowSequence, int, bool, int]]
-    """Sequence, tokens, whether it samples, and in which of its lives it was."""
+    """Sequence, tokens, whether it samples, and how often it had been preempted before."""
     decisions: dict[str, object]
     is_empty: bool
     began: float | None
     rooms: dict[SlowSequence, int]
-    """For drafts."""
+    """The most drafts of each sequence."""
 
 
 class SlowScheduler(SlowBlocks):
@@ -46,14 +45,14 @@ class SlowScheduler(SlowBlocks):
 
     @property
     def bytes_left(self) -> int:
-        """Before the last sequence that the step tells of, there must have been some."""
+        """Bytes left in the step. Some must have been left before its last sequence."""
         to_tell = [self.bytes_to_tell(s, num_tokens) for s, num_tokens, _ in self.plan if not s.is_encoder]
         encoders = dict.fromkeys(sequence.group.encoder for sequence, _, _ in self.plan)  # which are told of first
         to_tell += [self.bytes_to_tell(encoder, 0) for encoder in encoders if encoder]
         return self.config.max_step_bytes - sum(to_tell) - 10 * self.num_swapped_in
 
     def bytes_to_tell(self, sequence: SlowSequence, num_tokens: int) -> int:
-        """Five bytes for every number in a list, sixteen for a pair or a list in a list, 256 for all the rest."""
+        """Five bytes for every number in a list, sixteen for a pair or an inner list, 256 for the rest."""
         if sequence.is_table_known:
             return 0
         if sequence.is_encoder:
@@ -72,7 +71,7 @@ class SlowScheduler(SlowBlocks):
         return 256 + 5 * len(numbers) + 16 * len(lists) + 4 * len(name)
 
     def most_at_first(self, sequence: SlowSequence, before: list[SlowSequence]) -> int:
-        """What a sequence is given before all others have had their turn: a long one half of what the last one was."""
+        """Tokens in the first round. A long prompt gets half of the previous long one's."""
         cap = longest = self.config.max_prefill_chunk or self.config.max_num_batched_tokens
         if sequence.uncomputed <= longest:
             return sequence.uncomputed
@@ -162,7 +161,7 @@ class SlowScheduler(SlowBlocks):
             self.tell_of(sequence, num_tokens)
 
     def tell_of(self, sequence: SlowSequence, num_tokens: int) -> None:
-        """What this step computes is found from now on, and what is left of the known tokens is expected."""
+        """The step's tokens are cached from now on, and the rest of the known tokens is expected."""
         before = sequence.num_offered
         if num_tokens > 1 or sequence.is_encoder:
             self.offer(sequence, min(sequence.computed + num_tokens, len(sequence.token_ids)))
@@ -172,7 +171,7 @@ class SlowScheduler(SlowBlocks):
             sequence.num_expected = max(sequence.num_expected, len(sequence.token_ids) // self.config.block_size)
 
     def is_tied(self, group: SlowGroup) -> bool:
-        """Whether it computes for another group in this step, or another for it."""
+        """Whether the group computes for another in this step, or another for it."""
         others = self.held("device", but_by=[group])
         own = [block for sequence in group.live_and_encoder for block in sequence.device or ()]
         return any(block in self.filled and block in others for block in own)
@@ -200,7 +199,7 @@ class SlowScheduler(SlowBlocks):
         return chunks
 
     def preempt(self, group: SlowGroup) -> None:
-        """Blocks that wait for a copy, and beams whose successors are awaited, cannot be swapped out."""
+        """Groups with blocks to be copied, or beams whose successors are awaited, cannot be swapped."""
         copies = sum(num_copies for sequence, _, num_copies in self.plan if sequence.group is group)
         for sequence, _, _ in self.plan:
             if sequence.group is group:  # what is not computed is not found
@@ -261,14 +260,14 @@ class SlowScheduler(SlowBlocks):
         return not group.lora or (self.adapters.has(group.lora) and len(others) < self.config.max_loras)
 
     def has_slots(self, group: SlowGroup, running: list[SlowGroup]) -> bool:
-        """Whether its sequences and its adapter can join those of the groups that run."""
+        """Whether sequences and adapter fit beside the running groups."""
         num_seqs = (
             group.num_seqs + sum(other.num_seqs for other in running if other is not group) + self.num_reserved_seqs
         )
         return num_seqs <= self.config.max_num_seqs and self.has_adapter_slot(group, running)
 
     def fits(self, group: SlowGroup, victims: list[SlowGroup]) -> bool:
-        """Whether a waiting group could start if these running ones were not there."""
+        """Whether a waiting group could start without these running ones."""
         rest = [other for other in self.running if other not in victims]
         held = self.held("device", but_by=victims)
         encoded = self.cached_encoder(group)
@@ -281,7 +280,7 @@ class SlowScheduler(SlowBlocks):
         return needed + num_reserved <= self.config.num_device_blocks - len(held) and self.has_slots(group, rest)
 
     def can_encode(self, group: SlowGroup) -> bool:
-        """Whether the step has room for what its encoder reads, if that is not cached."""
+        """Whether the step has room for the encoder's input, unless it is cached."""
         return bool(self.cached_encoder(group)) or len(group.encoder_tokens) <= self.encoder_tokens_left
 
     def tokens_left_without(self, victims: list[SlowGroup]) -> int:
@@ -306,7 +305,7 @@ class SlowScheduler(SlowBlocks):
         return True
 
     def next_waiting(self) -> SlowGroup | None:
-        """No request goes past a group for the seventeenth time."""
+        """No request is overtaken a seventeenth time."""
         if any(group.num_overtaken == 16 for group in self.slotless):
             return None
         passed = self.slotless + self.awaiting + self.sharing
@@ -314,20 +313,20 @@ class SlowScheduler(SlowBlocks):
         return next((group for group in groups if not self.is_lane_full(group)), None)
 
     def is_lane_full(self, group: SlowGroup) -> bool:
-        """Whether so many wait for prefixes that it is not looked at: of its tenant, if tenants take turns."""
+        """Whether too many requests (of the tenant, if tenants take turns) wait for prefixes already."""
         lane = [other for other in self.sharing if self.queue.policy != "fair" or other.tenant == group.tenant]
-        return len(lane) >= queue_view.MAX_SHARING
+        return len(lane) >= waiting_queue.MAX_SHARING
 
     def next_swapped(self) -> SlowGroup | None:
         return next((group for group in self.swapped if group not in self.slotless), None)
 
     def is_next_waiting(self) -> bool:
-        """Whether, of groups that do not run, a waiting one is next: one that is swapped out must be outranked."""
+        """Whether a waiting group is next; it must outrank the swapped ones."""
         group, swapped = self.next_waiting(), self.next_swapped()
         return group is not None and (swapped is None or self.queue.outranks(group, swapped))
 
     def may_pass_over(self, group: SlowGroup) -> bool:
-        """Whether others may go past a group without a slot, as far as there is room in the step for any others."""
+        """Whether others may overtake a group without a slot, as far as the step has room for others."""
         num_seqs = sum(other.num_seqs for other in self.running) + self.num_reserved_seqs
         if num_seqs >= self.config.max_num_seqs or not self.tokens_left:
             return False
@@ -388,8 +387,9 @@ class SlowScheduler(SlowBlocks):
                 self.tell_of(sequence, num_tokens)
 
     def awaits(self, group: SlowGroup) -> bool:
-        """Whether it waits for what others compute, for at most as long as it would take behind all that runs. One
-        gives up for each block, and the time of the others begins anew."""
+        """Whether the group waits for blocks of others, for at most the time to compute behind all that runs. One gives
+        up for each block, and the others' time begins anew.
+        """
         if not self.expected():
             return False
         leader, known = group.live[0], group.first_missing
@@ -410,7 +410,7 @@ class SlowScheduler(SlowBlocks):
         return False
 
     def hand_out_rest(self) -> None:
-        """From the first to the last, each is planned anew with all that the others leave, if blocks are free."""
+        """From first to last, plan each anew with what the others leave, if blocks are free."""
         for index, (sequence, num_tokens, num_copies) in enumerate(self.plan):
             most = min(sequence.uncomputed, num_tokens + self.tokens_left)
             if most > num_tokens and self.num_new_blocks([(sequence, most)]) <= self.num_free:
@@ -418,7 +418,7 @@ class SlowScheduler(SlowBlocks):
                 self.tell_of(sequence, most)
 
     def hand_out_rooms(self) -> None:
-        """For drafts, to those that are to compute one token, of what all else has left of tokens and free blocks."""
+        """Room for drafts, for sequences that compute one token, from the tokens and free blocks that are left."""
         self.rooms: dict[SlowSequence, int] = {}
         wanting = [s for s, num_tokens, _ in self.plan if num_tokens == s.uncomputed == 1 and s.num_wanted]
         share = self.tokens_left // max(1, len(wanting))
@@ -475,7 +475,7 @@ class SlowScheduler(SlowBlocks):
         return SlowStep(chunks, decisions, is_empty, began, rooms)
 
     def want(self, step: SlowStep, wanted: dict[SlowSequence, int]) -> None:
-        """For drafts, in all steps to come, behind sequences that this one has sampled after."""
+        """Room for drafts, in later steps, of the sequences that this one has sampled."""
         for sequence, _, _, life in step.chunks:
             if sequence in wanted and sequence.num_lives == life and not sequence.group.beams:
                 sequence.num_wanted = min(wanted[sequence], self.config.num_lookahead_slots)
@@ -483,8 +483,7 @@ class SlowScheduler(SlowBlocks):
     # ---- the answer, and ends
 
     def take_in(self, step: SlowStep, answers: list[tuple[list[int], list[tuple[int, float]]]], now: float) -> None:
-        """An answer is the accepted draft tokens, one more token, and the likeliest tokens with their
-        log-probabilities."""
+        """An answer is the accepted drafts, one more token, and the likeliest tokens with their log-probabilities."""
         if step.began is not None:
             self.prompt_seconds = now - step.began
         left = iter(answers)

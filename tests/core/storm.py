@@ -1,7 +1,7 @@
-"""A fleet of workers that are killed, in virtual time: the core as it is, and a storm around it.
+"""A fleet whose workers are killed, in virtual time, around the real core.
 
-Steps take as long as `step_seconds` says, two are in flight, killed workers come back after a while. A poison ends the
-worker that computes a step in which it does what it kills with.
+Steps take `step_seconds`, two are in flight, and killed workers return later. A poison ends the worker that computes
+it.
 """
 
 import heapq
@@ -15,8 +15,7 @@ from scheduler_helpers import make_scheduler
 from scheduler_service.core import ModelOutput, Scheduler, SchedulerOutput, SequenceGroup, WaitingQueue
 
 Kills = Callable[[SequenceGroup, int, int], bool]
-"""Whether a step ends its worker, by each group in it, its computed tokens after that step, and the tokens that it was
-admitted with."""
+"""Whether a step ends its worker, by group, its computed tokens after the step, and its tokens at admission."""
 
 
 def step_seconds(output: SchedulerOutput) -> float:
@@ -36,7 +35,7 @@ class Session:
 
 
 class Storm:
-    """`restart` and what `kill_every` returns are in seconds; each kill hits one of the workers, up or not."""
+    """`restart` and `kill_every` are in seconds; each kill hits one of the workers, up or not."""
 
     def __init__(
         self,
@@ -75,7 +74,7 @@ class Storm:
             self._at(storm_from + kill_every(), self._strike)
 
     def run(self, groups: Sequence[SequenceGroup], until: Callable[[], bool] = lambda: False) -> None:
-        """Keep up to `most_requests` of the groups in the system, until all have finished or `until` says so."""
+        """Keep up to `most_requests` groups in flight, until all have finished or `until`."""
         arrivals, here = list(reversed(groups)), list[SequenceGroup]()
         while not until():
             here = [group for group in here if not group.is_finished]

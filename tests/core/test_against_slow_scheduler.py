@@ -34,7 +34,7 @@ from scheduler_service.core import (
     WaitingQueue,
 )
 from scheduler_service.core.outputs import TokenLogprobs
-from scheduler_service.core.planning import queue_view
+from scheduler_service.core.queues import waiting_queue
 
 WEIGHTS = {"x": 3.0}
 
@@ -214,7 +214,7 @@ class Both:
 def test_every_decision_is_that_of_the_slow_scheduler(seed: int, takes_part: list[bool], share: bool) -> None:
     """What may happen follows from the seed; which requests take part is chosen, so that a failure shrinks to few, and
     whether they share their prompts. A step's looks at those that wait for a prefix may end early."""
-    with mock.patch.object(queue_view, "MAX_SHARING", Random(f"{seed} most").choice([1, 2, 256])):
+    with mock.patch.object(waiting_queue, "MAX_SHARING", Random(f"{seed} most").choice([1, 2, 256])):
         compare_decisions(seed, takes_part, share=share)
 
 

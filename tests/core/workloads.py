@@ -1,4 +1,4 @@
-"""Random schedulers and requests: small pools and short prompts, in which everything that can happen soon does."""
+"""Random schedulers and requests: small pools and short prompts, in which rare events are soon seen."""
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from scheduler_service.core import (
 
 @dataclass(frozen=True)
 class Request:
-    """`num_shared` of the prompt's tokens are those that others begin with too; the rest is its own."""
+    """`num_shared` of the prompt's tokens are a common beginning."""
 
     number: int
     num_tokens: int
@@ -28,7 +28,7 @@ class Request:
     tenant: str
     adapter_id: str
     encoder: tuple[int, ...] = ()
-    """What its encoder reads."""
+    """Tokens of the encoder."""
 
     @property
     def name(self) -> str:
@@ -79,7 +79,7 @@ def random_request(rng: Random, number: int) -> Request:
 
 
 def with_encoder(rng: Random, request: Request) -> Request:
-    """Many read the same and share it, some nothing, and some more than a worker ever lets them."""
+    """Many share an input, some have none, and some exceed every worker."""
     encoder = tuple(range(rng.choice([0, 1, 3, 6, 6, 6, MAX_ENCODED, MAX_ENCODED + 1])))
     if rng.random() < 0.7:
         return replace(request, encoder=encoder, root=b"", adapter_id="")
@@ -87,13 +87,13 @@ def with_encoder(rng: Random, request: Request) -> Request:
 
 
 def sharing(request: Request) -> Request:
-    """The same with a prompt that others have too, and that takes several blocks."""
+    """The request with a common prompt of several blocks."""
     num_tokens = 12 + request.num_tokens
     return replace(request, num_tokens=num_tokens, num_shared=num_tokens - request.number % 3, root=b"", adapter_id="")
 
 
 def with_shared_prefixes(config: SchedulerConfig, seed: int) -> SchedulerConfig:
-    """Of a worker on which requests of that kind wait for each other, for steps of a second."""
+    """A worker on which such requests wait for each other, with steps of a second."""
     rng = Random(f"{seed} shared")
     return replace(
         config,
@@ -110,7 +110,7 @@ MAX_ENCODED = 9
 
 
 def with_few_adapters(config: SchedulerConfig, seed: int) -> SchedulerConfig:
-    """Of a worker that may have to be brought them."""
+    """A worker that must fetch adapters."""
     return replace(config, max_held_loras=Random(f"{seed} held").choice([0, 0, 1, 2, 3]))
 
 

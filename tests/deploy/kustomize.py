@@ -1,6 +1,6 @@
-"""As much of kustomize as deploy/kubernetes uses, because the real one is in no registry that tests can count on.
+"""The part of kustomize that deploy/kubernetes uses, because no registry of tests has the real one.
 
-A field that is not understood here is an error, and where kubectl is installed the outcome is held against its own.
+An unknown field is an error. Where kubectl is installed, the results are compared.
 """
 
 import os
@@ -21,7 +21,7 @@ EVERY_PEER = None
 
 
 def write_overlay(folder: Path, base: str, *components: str, **more: Any) -> Path:
-    """Write a kustomization of one of ours with components, and return its folder."""
+    """Write a kustomization of one of our bases with components, and return its folder."""
     whole = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
@@ -33,12 +33,12 @@ def write_overlay(folder: Path, base: str, *components: str, **more: Any) -> Pat
 
 
 def render(folder: Path) -> list[Resource]:
-    """The resources of a kustomization and of all that it is built on, patched."""
+    """The resources of a kustomization and all its bases, patched."""
     return _build(folder, [])
 
 
 def _build(folder: Path, resources: list[Resource]) -> list[Resource]:
-    """Add what a kustomization, or a component, makes of the resources so far."""
+    """Apply a kustomization, or a component, to the resources so far."""
     (kustomization,) = read(folder / "kustomization.yaml")
     assert kustomization.pop("apiVersion").startswith("kustomize.config.k8s.io/")
     assert kustomization.pop("kind") in ("Kustomization", "Component")
@@ -74,7 +74,7 @@ def find(resources: list[Resource], kind: str, name: str) -> Resource:
 
 
 def allowed(resources: list[Resource], direction: str, labels: dict[str, str]) -> dict[int, list[Any]]:
-    """The peers that pods with these labels may speak with, by port."""
+    """The peers of pods with these labels, by port."""
     peers: dict[int, list[Any]] = {}
     for policy in (one["spec"] for one in resources if one["kind"] == "NetworkPolicy"):
         selected = policy["podSelector"].get("matchLabels", {}).items() <= labels.items()

@@ -1,4 +1,4 @@
-"""What requests say alone: one at a time, on a roomy server of the same model to which nothing happens."""
+"""The answers of requests alone: one at a time, on a roomy, undisturbed server of the same model."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -14,19 +14,17 @@ from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire_client import LocalServer
 
 MAX_SERVERS = 3
-"""That are kept: a start takes a second and more."""
+"""Servers that are kept, because a start takes a second and more."""
 
 
 @dataclass(frozen=True)
 class Roomy:
-    """A server, and the folder of its model."""
-
     model: Path
     local: LocalServer
 
 
 class Alone:
-    """The roomy servers, by model and type; the one that was not used for longest makes room for the next."""
+    """The roomy servers, by model and type; the least recently used one is evicted."""
 
     def __init__(self, folder: Path) -> None:
         self.adapters = folder / "adapters"

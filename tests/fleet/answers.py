@@ -1,4 +1,4 @@
-"""What a drawn request was answered, and whether two answers to it are the same."""
+"""The answer to a drawn request, and the comparison of two answers."""
 
 import asyncio
 import struct
@@ -17,9 +17,9 @@ from pagewire_client.resumable import ResumableStream
 from pagewire_client.retry import Backoff
 
 PATIENCE_SECONDS = 390.0
-"""Seconds that a client tries again after its server was lost: nearly a whole round of `differential.py`.
+"""Seconds of retries after the loss of a server: nearly a round of `differential.py`.
 
-A request that waits in the queue receives nothing while one disturbance follows another. A disturbance may last 60 s.
+A queued request receives nothing while one disturbance, of up to 60 s, follows another.
 """
 
 TOLERANCE = 1e-5
@@ -33,12 +33,12 @@ class Said:
     text: str = ""
     logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
     end: tuple[object, ...] = ()
-    """Finish reason, stop reason, error, tokens of prompt and output; nothing before the last message."""
+    """Finish reason, stop reason, error, tokens of prompt and output; empty before the last message."""
 
 
 @dataclass
 class Answer:
-    """All that one call brought."""
+    """Everything that one call received."""
 
     outputs: dict[int, Said] = field(default_factory=dict)
     prompt_logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Answer:
 
 
 class Breaking:
-    """A call whose connection breaks after some messages, as far as its reader can tell."""
+    """A call whose connection seems to break after some messages."""
 
     def __init__(self, call: Any, after: int) -> None:
         self.cancel, self.cancelled = call.cancel, call.cancelled
@@ -88,8 +88,7 @@ class Breaking:
 
 
 async def ask(stub: InferenceServiceStub, asked: Asked, *, is_disturbed: bool) -> Answer:
-    """Without disturbances: one call, to its end. With them: breaks and leaves as `asked` says, and goes on where a
-    server was lost."""
+    """One call to its end or, if disturbed, with the breaks and leaves of `asked` and resumed after losses."""
     answer = Answer()
     backoff = Backoff(PATIENCE_SECONDS if is_disturbed else 0.0)
     try:
@@ -142,7 +141,7 @@ async def _generate(
 
 
 def difference(found: Answer, alone: Answer) -> str:
-    """How an answer differs from that of the same request alone; "" if it does not."""
+    """The difference from the request alone, or ""."""
     if found.has_left or alone.error is not None:
         ways = [_begins(found.outputs.get(index, Said()), said) for index, said in alone.outputs.items()]
     else:
@@ -156,8 +155,9 @@ def difference(found: Answer, alone: Answer) -> str:
 
 
 def _begins(found: Said, alone: Said) -> str:
-    """Of a client that left, or a call that failed: what had come by then. Messages are merged by time, so that either
-    may have more."""
+    """Compare what had come before a client left or a call failed. Messages are merged by time, so either may have
+    more.
+    """
     shorter, longer = sorted((found.token_ids, alone.token_ids), key=len)
     if longer[: len(shorter)] != shorter:
         return _where(found.token_ids, alone.token_ids)

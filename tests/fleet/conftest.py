@@ -1,4 +1,4 @@
-"""A fleet for each test: workers that stay from test to test unless a test killed them, and a scheduler of its own."""
+"""A fleet for each test: its own scheduler, and workers that stay until a test kills them."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def open_files() -> None:
-    """The clients of a fleet are in this process, and so are their connections."""
+    """The clients of a fleet, and their connections, are in this process."""
     raise_open_files_limit()
 
 
@@ -81,7 +81,7 @@ async def serve(
 ) -> AsyncIterator[Serve]:
     """Starts a scheduler with further arguments for the workers at these addresses; ready when it is awaited.
 
-    Its client does not retry unless a test says so, so that no error of the server goes unnoticed.
+    Its client does not retry by default, so that no error goes unnoticed.
     """
     async with AsyncExitStack() as stack:
 

@@ -1,7 +1,6 @@
 """Random requests under hostile settings and disturbances, compared with the same requests alone on a roomy server.
 
-A seed draws a model, settings, requests and disturbances. When they meet is up to the machine, so that a seed may have
-to be run several times until it shows again what it has shown once.
+A seed draws model, settings, requests and disturbances, but not when they meet: a failure may need several runs.
 """
 
 import asyncio
@@ -30,11 +29,11 @@ from pagewire_common.serving.open_files import raise_open_files_limit
 NUM_REQUESTS = 40
 ROUND_SECONDS = 400.0
 MAX_LINES = 30
-"""Of what the services wrote, that are shown with what is found."""
+"""Lines of the services' logs that are shown with a failure."""
 
 
 class Totals(Counter[str]):
-    """What was compared so far, and in the midst of what."""
+    """Counts of what was compared, and under which disturbances."""
 
     def __str__(self) -> str:
         return ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in sorted(self.items()))
@@ -43,7 +42,7 @@ class Totals(Counter[str]):
 async def run_seed(
     seed: int, alone: Alone, totals: Totals, *, num_requests: int = NUM_REQUESTS, is_patient: bool = False
 ) -> list[str]:
-    """All that is wrong; nothing if every answer is that of the request alone and nothing is left over."""
+    """All failures: answers that differ from the request alone, and what is left over."""
     draw = random.Random(seed)
     (model,) = draw.choices(MODELS, WEIGHTS)
     dtype = draw.choice(model.dtypes)
@@ -75,7 +74,9 @@ def differences(asked: list[Asked], found: list[Answer], expected: list[Answer])
 
 
 async def run_seeds(minutes: float, seed: int | None, *, is_patient: bool) -> bool:
-    """Print what is found, and how to see it again; with a `seed` that one over and over. Returns whether any was."""
+    """Print failures and how to repeat them, of one `seed` again and again or of new ones. Returns whether there were
+    any.
+    """
     ends_at = time.monotonic() + 60 * minutes
     totals, num_found, is_over = Totals(), 0, False
     with tempfile.TemporaryDirectory() as folder, Alone(Path(folder)) as alone:
@@ -100,7 +101,7 @@ async def run_seeds(minutes: float, seed: int | None, *, is_patient: bool) -> bo
 
 
 def explore(minutes: float, seed: int | None = None, *, is_patient: bool = False) -> int:
-    """On one core, in this process and those that it starts; the exit status."""
+    """On one core, in this process and its children; returns the exit status."""
     raise_open_files_limit()
     os.environ |= {"OMP_NUM_THREADS": "1"}
     servers = ForkServers()

@@ -1,6 +1,6 @@
-"""What happens to a fleet in the middle of its requests, drawn at random, one disturbance after the other.
+"""Random disturbances of a fleet, one after the other.
 
-None of them may show in an answer: clients go on where a stream broke, and a worker that is lost was a pause.
+None may show in an answer: clients resume broken streams, and the loss of a worker is a pause.
 """
 
 import asyncio
@@ -19,12 +19,13 @@ from tcp_proxy import TcpProxy
 from pagewire_client.admin import Admin
 
 SHORT, LONG = (1.0, 4.0), (10.0, 60.0)
-"""Seconds that a process stands still or a connection is half-open: workers are given up after two, connections of
-clients after 40."""
+"""Seconds that a process is stopped or a connection half-open. Workers are lost after two, clients' connections after
+40.
+"""
 
 
 class Disturbances:
-    """The processes of a fleet, and the connections to them that can be made to swallow everything."""
+    """The processes of a fleet, and the connections to them that can swallow everything."""
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class Disturbances:
         }
 
     async def run(self) -> None:
-        """Until `is_over`: the last one is brought to its end, too."""
+        """Until `is_over`, and to the end of the last one."""
         while not self.is_over:
             await self.one()
             await asyncio.sleep(self._draw.uniform(0.05, 0.8))
@@ -70,7 +71,7 @@ class Disturbances:
         await restart(self._draw.choice(self._workers))
 
     async def worker_stopped(self) -> None:
-        """SIGSTOP, until it may long have been given up; what it says then does not count."""
+        """SIGSTOP until the worker may be lost; later messages do not count."""
         worker = self._draw.choice(self._workers)
         worker.signal(signal.SIGSTOP)
         try:

@@ -1,6 +1,6 @@
-"""Requests drawn at random, of every kind that a model takes: what each says alone on a roomy server is the measure.
+"""Random requests of every kind that a model accepts, compared with the same requests alone on a roomy server.
 
-Nothing in a request depends on the server that it is sent to, but for `priority`, which only one policy takes.
+Only `priority` depends on the server, because one policy alone accepts it.
 """
 
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ FORMS: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class Kind:
-    """What a model takes."""
+    """The kinds of requests that a model accepts."""
 
     has_forms: bool = True
     has_encoder: bool = False
@@ -42,13 +42,13 @@ class Kind:
 
 @dataclass(frozen=True)
 class Asked:
-    """One call: its message, and what its client does in the middle of it."""
+    """One call: its message, and its client's breaks and leaves."""
 
     message: pb.GenerateRequest | pb.EmbedRequest
     breaks_after: tuple[int, ...] = ()
     """Messages after which the stream breaks and is resumed, counted anew each time."""
     leaves_after: int = 0
-    """Messages after which the client leaves; 0: it stays."""
+    """Messages after which the client leaves; 0: never."""
 
     def num_blocks(self, block_size: int, lookahead: int) -> int:
         """Blocks that the request may need at once, or a few more."""
@@ -89,7 +89,7 @@ def draw_asked(draw: Random, kind: Kind) -> Asked:
 
 
 def without_priority(asked: Asked) -> Asked:
-    """As servers take it whose policy is not "priority"."""
+    """For servers without the policy "priority"."""
     message = type(asked.message)()
     message.CopyFrom(asked.message)  # type: ignore[arg-type]
     message.priority = 0
@@ -114,7 +114,7 @@ def _vectors(draw: Random) -> pb.EmbedRequest:
 
 
 def _sampling(draw: Random, kind: Kind) -> pb.SamplingParams:
-    """Any fields that may stand together; each sampled output has a seed, without which it could not be compared."""
+    """Compatible fields; each sampled output has a seed, because others could not be compared."""
     fields: dict[str, Any] = {"max_tokens": draw.randint(1, MAX_TOKENS)}
     if draw.random() < 0.12:
         width = draw.randint(2, MAX_OUTPUTS)
@@ -155,7 +155,7 @@ def _maybe(draw: Random, chance: float, value: int) -> int | None:
 
 
 def _spoil(draw: Random, message: pb.GenerateRequest) -> None:
-    """Make it one that is refused."""
+    """Make the message one that is refused."""
     match draw.randrange(4):
         case 0:
             message.lora_name = "none of that name"

@@ -1,4 +1,4 @@
-"""Models, and hostile settings drawn at random: everything is too small, and whatever can be shared or reused is."""
+"""Models, and random hostile settings: everything is small, shared and reused."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from tiny_encoder_decoder import write_encoder_decoder
 from tiny_model import write_byte_tokenizer, write_tiny_llama
 
 WINDOW = 24
-"""Tokens that a layer of the model with sliding windows sees."""
+"""Tokens that a layer with a sliding window sees."""
 
 MAX_ENCODER_TOKENS = 264
 
@@ -39,7 +39,7 @@ def _window(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Model:
-    """What is served, and how many processes share it: sums over ranks are others than those of one process."""
+    """The model, and its number of processes, which changes sums."""
 
     name: str
     write: Callable[[Path], object]
@@ -66,13 +66,11 @@ MODELS = (
     ),
 )
 WEIGHTS = (6, 3, 1, 1, 1)
-"""How often each of MODELS is drawn."""
+"""Weights of MODELS in draws."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A scheduler and its workers."""
-
     worker: tuple[str, ...]
     scheduler: tuple[str, ...]
     num_workers: int
@@ -81,14 +79,14 @@ class Settings:
 
 
 def flags_of(model: Model, dtype: str) -> tuple[str, ...]:
-    """A worker's, on any server of this model."""
+    """Flags of every worker of this model."""
     form = "--forms" if model.kind.has_forms else "--no-forms"
     ranks = ("--tensor-parallel-size", str(model.num_ranks)) if model.num_ranks > 1 else ()
     return ("--device", "cpu", "--dtype", dtype, "--threads", "1", form, *ranks)
 
 
 def roomy(model: Model, dtype: str, adapters: Path) -> Settings:
-    """Nothing is short, shared or guessed."""
+    """Nothing is short, shared or drafted."""
     sizes = ("--num-gpu-blocks-override", "1024", "--block-size", "16", "--swap-space", "0")
     worker = (*flags_of(model, dtype), *sizes, *(("--max-loras", "4") if model.kind.has_adapters else ()))
     scheduler = ("--no-prefix-caching", *_adapters(model, adapters))

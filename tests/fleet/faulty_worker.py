@@ -1,10 +1,9 @@
-"""A real worker with a fault built into its model runner: python -m faulty_worker, with a worker's own flags.
+"""A real worker with a fault in its model runner: python -m faulty_worker, with a worker's own flags.
 
-- SIGUSR1: the next step runs out of memory, as torch says it.
-- PAGEWIRE_TEST_POISON: a step with a prompt that contains this token ends the process, as a fault in a kernel would,
-  with the status POISONED.
-- PAGEWIRE_TEST_STEP_SECONDS: a step takes at least this long, until SIGUSR2 comes.
-- PAGEWIRE_TEST_GUESSES_ALWAYS: as many guesses are verified as there is room for, whether or not that is faster.
+- SIGUSR1: the next step runs out of memory, with torch's error.
+- PAGEWIRE_TEST_POISON: a step with a prompt that contains this token ends the process with the status POISONED.
+- PAGEWIRE_TEST_STEP_SECONDS: the shortest step, until SIGUSR2.
+- PAGEWIRE_TEST_GUESSES_ALWAYS: the room for drafts is always used, faster or not.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The fleet as a test sees it: its processes, its clients and its load."""
+"""A fleet's processes, clients and load."""
 
 import asyncio
 import random
@@ -16,7 +16,7 @@ from pagewire_client import Client
 
 @dataclass(frozen=True)
 class Scale:
-    """The size of a test: small for every day, full with --chaos."""
+    """The size of a test: small, or full with --chaos."""
 
     is_full: bool
 
@@ -26,14 +26,14 @@ class Scale:
 
 @dataclass
 class Fleet:
-    """A scheduler that serves, and a client of it."""
+    """A serving scheduler and its client."""
 
     scheduler: Member
     client: Client
     requests: Sequence[Request]
     expected: dict[str, Outcome]
     num_streams: int = 0
-    """Of a load, if a test does not say how many."""
+    """Default number of streams of a load."""
 
     def load(self, count: int | None = None) -> Load:
         """Streams of one request after the other."""
@@ -42,7 +42,7 @@ class Fleet:
 
     @property
     def streamed(self) -> list[Request]:
-        """Requests whose tokens come one by one; beams and the best of several come whole, at their end."""
+        """Requests whose tokens come one by one, without beams and the best of several."""
         return [item for item in self.requests if not (item.sampling.best_of or item.sampling.beam_width)]
 
     async def state(self) -> ClusterState:
@@ -57,7 +57,7 @@ class Fleet:
                 await asyncio.sleep(0.03)
 
     async def check_empty(self) -> ClusterState:
-        """Once nothing waits or runs, no block is held on any worker."""
+        """Wait until nothing runs, and check that no block is held on any worker."""
         state = await until_idle(self.scheduler.admin_address)
         assert not any(map(holds_blocks, state.workers)), state
         return state
@@ -67,9 +67,9 @@ Serve = Callable[..., Awaitable[Fleet]]
 
 
 async def storm(fleet: Fleet, members: Sequence[Member], load: Load, is_over: Callable[[int], bool]) -> int:
-    """Every three seconds SIGKILL a random member that serves, until `is_over` says so of the number of kills.
+    """Every three seconds SIGKILL a random serving member, until `is_over` of the number of kills.
 
-    Returns that number; raises what a stream raised.
+    Returns this number; raises a stream's error.
     """
     draw = random.Random(1)
     num_kills = 0

@@ -1,4 +1,4 @@
-"""A fleet with hostile settings: all requests are sent to it together, while it is disturbed; nothing may be left."""
+"""A fleet with hostile settings, disturbed while it answers all requests together; nothing may be left over."""
 
 import asyncio
 import time
@@ -24,11 +24,11 @@ from pagewire_client.channel import connect
 NUM_CHANNELS = 3
 IDLE_SECONDS = 60.0
 MORE_FILES = 4
-"""That the engine may have open at the end: connections that read its state."""
+"""Files that the engine may have open at the end: connections that read its state."""
 
 
 class HostileFleet:
-    """Scheduler and workers as `settings` say, from the beginning of the block to its end."""
+    """Scheduler and workers of `settings`, for the block."""
 
     def __init__(self, model: Path, settings: Settings, draw: Random, seconds: Sequence[float]) -> None:
         environment = {"PAGEWIRE_TEST_GUESSES_ALWAYS": "1"} if settings.guesses else {}
@@ -40,7 +40,7 @@ class HostileFleet:
         ]
         self.counts: Counter[str] = Counter()
         self.left_processes: list[str] = []
-        """Found when the block is left."""
+        """Filled when the block is left."""
         self._named = named
         self._settings = settings
         self._draw = draw
@@ -65,7 +65,7 @@ class HostileFleet:
         return self
 
     async def answers(self, asked: Sequence[Asked]) -> list[Answer]:
-        """What each request is answered, when all are sent at once or within a second."""
+        """Each request's answer, with all sent within a second."""
         disturbances = Disturbances(
             self._draw, self._scheduler, self.workers, self._clients, self._links, self._seconds
         )
@@ -91,7 +91,7 @@ class HostileFleet:
         return await cluster_state(self._scheduler.admin_address)
 
     async def left_over(self, found: Sequence[Answer]) -> list[str]:
-        """Requests, blocks and files that are held when everything has been answered, and counts that are too low."""
+        """Requests, blocks and files that are still held, and counts that are too low."""
         ends_at = time.monotonic() + IDLE_SECONDS
         while True:
             state, num_more = await self.state(), self._num_more_files()
@@ -108,7 +108,7 @@ class HostileFleet:
         return left
 
     def _num_more_files(self) -> int:
-        """Of the engine, than when it was ready; 0 if it is another process."""
+        """The engine's open files since it was ready; 0 for a new process."""
         is_same = not self.counts["engine_killed"]
         return psutil.Process(self._scheduler.pid).num_fds() - self._num_files if is_same else 0
 
@@ -119,7 +119,7 @@ class HostileFleet:
             await self._stack.aclose()
 
     def _end(self) -> None:
-        """SIGTERM, the scheduler first; afterwards none of their processes is left."""
+        """SIGTERM, the scheduler first; then no process may be left."""
         members = [member for member in (self._scheduler, *self.workers) if member.is_running]
         processes = [*front_ends(self._scheduler.address)]
         for member in members:
@@ -135,6 +135,6 @@ class HostileFleet:
 
 
 def is_at_rest(state: ClusterState) -> bool:
-    """Nothing in flight, no block held, and every worker connected."""
+    """Nothing in flight, no block held, every worker connected."""
     busy = (is_busy(worker) or holds_blocks(worker) or not worker.connected for worker in state.workers)
     return not (state.num_requests or state.num_waiting or any(busy))

@@ -1,4 +1,4 @@
-"""Streams of every kind, kept up while the fleet is disturbed, and compared with an undisturbed worker's tokens."""
+"""Streams of every kind on a disturbed fleet, compared with an undisturbed worker's tokens."""
 
 import asyncio
 import json
@@ -36,15 +36,16 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class Request:
-    """What one stream asks for."""
+    """The request of one stream."""
 
     prompt: str
     sampling: pb.SamplingParams
 
 
 def make_requests(count: int, scale: float = 1.0) -> list[Request]:
-    """Greedy and seeded, several outputs and beams, prompts of 9 to 200 tokens; their outputs are of 40 to 180 tokens
-    times `scale`."""
+    """Greedy and seeded, several outputs and beams, prompts of 9 to 200 tokens; outputs of 40 to 180 tokens times
+    `scale`.
+    """
     return [
         Request(
             f"Stream {number}: " + "of many a word " * (number % 13),
@@ -65,12 +66,12 @@ class Output:
     text: str = ""
     ends: list[pb.FinishReason] = field(default_factory=list)
     num_after_end: int = 0
-    """Messages that came after one that ended it."""
+    """Messages after the one that ended the output."""
 
 
 @dataclass
 class Outcome:
-    """The outputs of one stream that the server closed without an error."""
+    """The outputs of one stream that ended without an error."""
 
     outputs: dict[int, Output] = field(default_factory=dict)
 
@@ -84,7 +85,7 @@ class Outcome:
             assert message.usage.output_tokens == len(output.token_ids)
 
     def check(self, request: Request) -> None:
-        """Each output that was asked for is there, and ended exactly once, by its last message."""
+        """Every output of the request ended exactly once, by its last message."""
         assert sorted(self.outputs) == list(range(request.sampling.n or 1)), request
         for output in self.outputs.values():
             assert len(output.ends) == 1, (request, output)
@@ -94,7 +95,7 @@ class Outcome:
 
 
 def check_form(sampling: pb.SamplingParams, text: str) -> None:
-    """Raises unless a text that has ended by itself has the form that was asked for."""
+    """Raises unless a text that ended by itself has the required form."""
     match sampling.WhichOneof("constraint"):
         case "json_schema":
             jsonschema.validate(json.loads(text), json.loads(sampling.json_schema))
@@ -107,16 +108,16 @@ def check_form(sampling: pb.SamplingParams, text: str) -> None:
 
 
 class Load:
-    """One stream for each request, begun anew as often as it ends, until the block is left; then the last ones end.
+    """One stream for each request, repeated until the block is left; then the last ones end.
 
-    Every stream must give exactly what `expected` has for its prompt. Leaving the block raises what any stream raised.
+    Every stream must equal `expected`. Leaving the block raises any stream's error.
     """
 
     def __init__(self, client: Client, requests: Sequence[Request], expected: Mapping[str, Outcome]) -> None:
         self.num_completed = 0
         self.num_tokens = 0
         self.num_messages = 0
-        """The outputs that have tokens."""
+        """Messages with tokens."""
         self._client = client
         self.requests = requests
         self._expected = expected
@@ -140,7 +141,7 @@ class Load:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def gain(self, num_tokens: int, timeout: float = 120.0) -> None:
-        """Return when so many more tokens have come. Raises what a stream raised meanwhile."""
+        """Wait for more tokens. Raises a stream's error."""
         goal = self.num_tokens + num_tokens
         async with asyncio.timeout(timeout), self._gained:
             while self.num_tokens < goal:
@@ -148,14 +149,13 @@ class Load:
                 await self._gained.wait()
 
     def check(self) -> None:
-        """Raises what a stream has raised."""
+        """Raises a stream's error."""
         for task in self._tasks:
             if task.done():
                 task.result()
 
     async def reach(self, is_enough: Callable[[float, float], bool], num_tokens: int) -> tuple[float, float]:
-        """`rates` that are enough, or the last of five: what slows a fleet down slows all of them, and a machine that
-        has something else to do slows one or two."""
+        """`rates` that are enough, or the last of five: a slow fleet slows all, other programs only one or two."""
         for _ in range(5):
             found = await self.rates(num_tokens)
             if is_enough(*found):
@@ -163,7 +163,7 @@ class Load:
         return found
 
     async def rates(self, num_tokens: int) -> tuple[float, float]:
-        """Tokens a second, over at least so many, and the messages a second that brought them."""
+        """Tokens a second, over at least `num_tokens`, and messages a second."""
         began, tokens, messages = time.monotonic(), self.num_tokens, self.num_messages
         await self.gain(num_tokens)
         seconds = time.monotonic() - began

@@ -1,7 +1,7 @@
-"""Stands between a scheduler and a real worker and changes their messages.
+"""A WorkerService between a scheduler and a real worker, which changes their messages.
 
-It speaks WorkerService itself, over real gRPC: steps go through `on_step` and answers through `on_answer`; each returns
-the message to pass on instead. So a real worker computes everything, and only a test's own changes are wrong.
+Steps go through `on_step`, answers through `on_answer`; each returns the message to pass on. Only a test's own changes
+are wrong.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ SERVICE = worker_pb.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
 
 class Meddler:
-    """Passes every message on as it is, unless a test changes `on_step` or `on_answer`."""
+    """Passes every message on, unless a test changes `on_step` or `on_answer`."""
 
     def __init__(self, worker: str) -> None:
         self.address = ""
@@ -39,7 +39,6 @@ class Meddler:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator["Meddler"]:
-        """Serve on a free port."""
         server = grpc.aio.server(options=OPTIONS)  # those of a worker: pings are welcome
         handlers = {
             "GetWorkerInfo": grpc.unary_unary_rpc_method_handler(

@@ -1,4 +1,4 @@
-"""Scheduler and worker processes: real ones, on ports that they keep when they are started again."""
+"""Scheduler and worker processes, on ports that they keep over restarts."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ START_SECONDS = 120.0
 
 
 class Member:
-    """A service at an address: started, signalled, gone, and started again, as often as need be."""
+    """A service at an address, which can be started, signalled and started again."""
 
     def __init__(
         self,
@@ -38,14 +38,14 @@ class Member:
         self._service: ServiceProcess | None = None
 
     def start(self) -> "Member":
-        """Begin to start it; `wait_until_ready` says when it is up."""
+        """Begin to start; `wait_until_ready` waits for the end."""
         assert not self.is_running
         with patch.dict(os.environ, self._environment):
             self._service = ServiceProcess(self._module, self._arguments)
         return self
 
     def wait_for(self, event: str, timeout: float = START_SECONDS) -> dict[str, object]:
-        """The next event of that name in its log. Raises ServerError when it ends before it."""
+        """The next log line with this event. Raises ServerError if the process ends first."""
         assert self._service is not None
         return self._service.wait_for(event, timeout)
 
@@ -63,26 +63,26 @@ class Member:
         self._service.process.send_signal(number)
 
     def kill(self) -> None:
-        """SIGKILL, whatever state it is in; returns when it is gone."""
+        """SIGKILL, and wait for the end."""
         if self._service is not None:
             self._service.process.kill()
             self._service.stop()
 
     def stop(self) -> int:
-        """SIGTERM, and SIGKILL when that does not help for ten seconds; returns the exit status."""
+        """SIGTERM, and SIGKILL after ten seconds; returns the exit status."""
         assert self._service is not None
         return self._service.stop()
 
     def wait(self, timeout: float = 60.0) -> int:
-        """Its exit status."""
+        """The exit status."""
         assert self._service is not None
         return self._service.process.wait(timeout)
 
 
 class Workers:
-    """Some workers of one model, of which the first `count` are made to run before each test.
+    """Workers of one model, of which the first `count` run in each test.
 
-    With `step_seconds` their steps take so long, so that streams which wait for something else cost little meanwhile.
+    With long `step_seconds`, streams that only wait cost little.
     """
 
     def __init__(self, model: Path, step_seconds: float = 0.0) -> None:
@@ -91,7 +91,7 @@ class Workers:
         self._members: list[Member] = []
 
     def up(self, count: int) -> list[Member]:
-        """The first `count` of them, all ready; those beyond are killed."""
+        """The first `count`, all ready; the others are killed."""
         while len(self._members) < count:
             self._members.append(self._new())
         for member in self._members[count:]:
@@ -113,11 +113,11 @@ class Workers:
 
 
 class Supervisor:
-    """Starts members again whenever they end, as a container engine would, until the block is left."""
+    """Restarts members that end, as a container engine does, until the block is left."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         self.statuses: list[int] = []
-        """Exit statuses of all that were started again."""
+        """Exit statuses of all restarted members."""
         self._members = members
         self._is_over = threading.Event()
         self._threads = [threading.Thread(target=self._watch, args=(member,)) for member in members]
@@ -157,7 +157,7 @@ def faulty_worker(model: Path, *arguments: str, **faults: object) -> Member:
 
 
 def scheduler(model: Path, addresses: Sequence[str], *arguments: str) -> Member:
-    """A scheduler that is not started yet; it checks its block tables after every step."""
+    """A scheduler that is not started yet, and that checks its block tables after every step."""
     return Member(
         "scheduler_service",
         ["--model", str(model), "--workers", ",".join(addresses), "--check-invariants", *arguments],

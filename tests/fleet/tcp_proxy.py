@@ -1,4 +1,4 @@
-"""A TCP proxy that can turn into a black hole: its connections stay open, and nothing comes through any more."""
+"""A TCP proxy that can become a black hole: its connections stay open, but nothing passes."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 
 class TcpProxy:
-    """Forwards connections to `target`, a HOST:PORT, until it is told to swallow them."""
+    """Forwards connections to `target`, a HOST:PORT, until `swallow`."""
 
     def __init__(self, target: str) -> None:
         self.address = ""
@@ -17,15 +17,14 @@ class TcpProxy:
         self._pumps: set[asyncio.Task[None]] = set()
 
     def swallow(self) -> None:
-        """From now on no byte comes through, either way; neither end is told."""
+        """Let no byte pass in either direction, without telling the ends."""
         self._is_open.clear()
 
     def heal(self) -> None:
-        """Let through what was held back, and whatever comes."""
+        """Pass on what was held back, and everything later."""
         self._is_open.set()
 
     async def connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection."""
         try:
             await self._is_open.wait()
             far_reader, far_writer = await asyncio.open_connection(self._host, self._port)
@@ -49,7 +48,6 @@ class TcpProxy:
             sink.transport.abort()
 
     async def close(self) -> None:
-        """End every connection."""
         for pump in (pumps := list(self._pumps)):
             pump.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)
@@ -57,7 +55,7 @@ class TcpProxy:
 
 @asynccontextmanager
 async def tcp_proxy(target: str) -> AsyncIterator[TcpProxy]:
-    """A proxy on a free port, for as long as the block runs."""
+    """A proxy on a free port, for the block."""
     proxy = TcpProxy(target)
     server = await asyncio.start_server(proxy.connect, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()

@@ -1,5 +1,4 @@
-"""Steps for a kernel of paged attention, over a cache in which every unused slot is poisoned, and the check of what it
-makes of them."""
+"""Steps of paged attention over a cache whose unused slots are poisoned, and the check of the results."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -68,7 +67,7 @@ def make_case(
     dtype: torch.dtype = torch.float32,
     attend: Callable[..., Tensor] = ops.paged_attention,
 ) -> Case:
-    """lens: query tokens and tokens computed before, of each sequence; attend: the kernel."""
+    """`lens`: query tokens, and tokens computed before, of each sequence. `attend`: the kernel."""
     query_lens = [query_len for query_len, _ in lens]
     context_lens = [sum(pair) for pair in lens]
     num_blocks = [-(-context_len // block_size) for context_len in context_lens]
@@ -81,7 +80,7 @@ def make_case(
         slots = (owned[positions // block_size] * block_size + positions % block_size).to(DEVICE)
         keys, values = (randn(context_len, kv_heads, head_dim, dtype=dtype, seed=2 * row + part) for part in (0, 1))
         reference.store_kv(keys, values, pool[:, 1], slots)
-    # Queries lie in a fused projection, so their tokens are further apart than their heads take.
+    # Queries lie in a fused projection, so their rows are strided.
     width = kv_heads * groups * head_dim
     query = randn(sum(query_lens), width + 7, dtype=dtype, seed=99)[:, :width].unflatten(1, (-1, head_dim))
     metadata = AttentionMetadata.build(query_lens, context_lens, block_tables, DEVICE)

@@ -1,11 +1,9 @@
-"""A program that compiles every Triton kernel for GPUs that need not be there, as its launcher would launch it.
+"""Compiles every Triton kernel for absent GPUs, as its launcher would, because the interpreter runs code that no
+compiler accepts.
 
-The interpreter runs code that no compiler would accept, so a kernel that passes there only may still not compile.
-Tensors are on the meta device: launchers see shapes and types, and compiled kernels are not launched. The shared memory
-of a kernel is compared with that of the smallest GPU of its generation.
-
-Of kernels whose sums must not depend on the batch it is checked that one of attention serves all batches, and that
-products of any number of rows are multiplied by one kind of instruction, which takes the inputs in the same steps.
+Tensors are on the meta device, and compiled kernels are not launched. Shared memory is compared with the smallest GPU
+of each generation. For batch-invariant kernels, one attention kernel must serve all batches, and products of any number
+of rows must use one kind of instruction with the same steps over the inputs.
 """
 
 import re
@@ -30,11 +28,11 @@ from kernels.triton import invariant, sampling
 from kernels.triton.linear.round_rows import round_rows
 
 SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024}
-"""Bytes a program may take, by compute capability; of the generation of 8.0, 8.6 and 8.9 have the least."""
+"""Bytes for a program, by compute capability. In the generation of 8.0, 8.6 and 8.9 have the least."""
 
 
 class AbsentDevice:
-    """What Triton asks of a driver before it compiles."""
+    """The part of a driver that Triton uses before it compiles."""
 
     def __init__(self, capability: int) -> None:
         self._capability = capability
@@ -50,7 +48,7 @@ class AbsentDevice:
 
 
 INSTRUCTION = re.compile(r"\b(wgmma|mma)\.[\w.]*?m\d+n\d+(k\d+)")
-"""Of a tensor core: its kind, and how much of a sum it makes at once."""
+"""A tensor core's instruction: its kind, and its part of a sum."""
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -93,7 +91,7 @@ def qkv_attention(norms: tuple[Tensor, Tensor] | None, cache_dtype: torch.dtype 
 
 
 def launches(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """All kernels for one GPU; for others only kernels that differ most: products and shared memory."""
+    """All kernels for one GPU; for others only products and shared memory, which differ most."""
     yield "decode", lambda: attention(1, 100)
     yield "chunk and decode", lambda: attention(2000, 2000)
     bias = empty(32, 129, dtype=torch.float32)  # which takes shared memory too
@@ -158,13 +156,13 @@ def launches(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 INVARIANT_BATCHES = ((1, 100), (1, 8000), (3, 8000), (2000, 2000))
-"""Query tokens and contexts: decodes of one part of the keys and of several, and chunks; shared decodes besides."""
+"""Query tokens and contexts: decodes over one and several parts of the keys, and chunks; also shared decodes."""
 ROWS = (1, 64, 65, 600)
 """Numbers of rows with which a product has all its tiles."""
 
 
 def invariant_launches(capability: int) -> Iterator[tuple[str, list[Callable[[], object]]]]:
-    """What must be the same kernel, or products that sum up alike."""
+    """Launches that must use the same kernel, or products with the same order of sums."""
     by_position = partial(attention, attend=invariant.paged_attention)
     shapes: list[dict[str, Any]] = [{}, {"head_dim": 256}, {"groups": 7, "head_dim": 64, "window": 9}]
     for shape in shapes if capability == 90 else shapes[:1]:

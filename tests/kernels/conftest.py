@@ -1,4 +1,4 @@
-"""The tests of kernels also run alone on a GPU machine that has torch, triton and pytest, and nothing else of ours."""
+"""Tests of kernels, which also run on a GPU machine with only torch, triton and pytest."""
 
 import importlib
 from importlib.util import find_spec
@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Tests of the CPU kernels run for this machine's best and simplest instruction sets, or for all."""
+    """Run CPU kernels' tests for this machine's best and simplest instruction sets, or for all."""
     if "cpu_library" in metafunc.fixturenames:
         names = (
             list(library.INSTRUCTION_SETS)
@@ -40,7 +40,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def cpu_library(request: pytest.FixtureRequest) -> ModuleType:
-    """A library that was compiled for one instruction set."""
+    """A library compiled for one instruction set."""
     return load_cpu_library(request.param)
 
 

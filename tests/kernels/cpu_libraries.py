@@ -1,7 +1,6 @@
-"""The compiled kernels of this machine's instruction sets. `make setup` builds the best alone.
+"""The compiled kernels of this machine's instruction sets. `make setup` builds only the best.
 
-The first test that needs another library has the libraries of `tested_sets` built. A library that is in none of them is
-built by the first test that loads it.
+The first test that needs another library builds those of `tested_sets`, or else just its own.
 """
 
 from functools import cache
@@ -13,7 +12,7 @@ from kernels.cpu import build, library
 
 
 def tested_sets() -> list[str]:
-    """The best instruction set of this machine and the simplest: compiling each library takes two minutes of a core."""
+    """The best and the simplest instruction set of this machine: a library takes two minutes of a core."""
     names = library.supported() or list(library.INSTRUCTION_SETS)
     return list(dict.fromkeys((names[0], names[-1])))
 
@@ -27,7 +26,7 @@ def load_cpu_library(name: str) -> ModuleType:
 
 
 def load_cpu_libraries() -> list[ModuleType]:
-    """The libraries of `tested_sets`, the best first. A test that needs two is skipped if there is only one."""
+    """The libraries of `tested_sets`, the best first. A test that needs two is skipped if there is one."""
     found = [library.load_library(name) for name in tested_sets() if name in library.supported() and is_built(name)]
     if len(found) < 2:
         pytest.skip("this machine has one library at most")
@@ -36,7 +35,7 @@ def load_cpu_libraries() -> list[ModuleType]:
 
 @cache
 def is_built(name: str) -> bool:
-    """Whether the library exists; builds it if a compiler is there."""
+    """Whether the library exists, after building it if there is a compiler."""
     if not library.library_path(name).exists() and not build.what_is_missing():
         names = [other for other in tested_sets() if other in library.supported()]
         build.build(build.known_instruction_sets(list(dict.fromkeys((name, *names)))))

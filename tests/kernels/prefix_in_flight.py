@@ -1,4 +1,4 @@
-"""A prefix that one sequence computes in a step. In every backend, other rows of that step must attend to it."""
+"""A prefix that one sequence computes in a step, and that other rows of the step attend to, in every backend."""
 
 from types import ModuleType
 from typing import Any
@@ -16,8 +16,9 @@ BLOCK_SIZE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 4, 2, 32
 def check_prefix_in_flight(
     ops: ModuleType, dtype: torch.dtype, device: torch.device, *, narrow: bool, **tolerance: Any
 ) -> None:
-    """Three sequences share two blocks that the second one fills. All rows in one call, those that read before that
-    which writes, give what they give in calls one after the other; a slot without keys and values is NaN."""
+    """Three sequences share two blocks that the second fills. All rows in one call, readers before the writer, must
+    equal separate calls; slots without keys and values are NaN.
+    """
     generator = torch.Generator().manual_seed(3)
     qkv = torch.randn(14, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM, generator=generator).to(device, dtype)
     positions = torch.tensor([8, 9, *range(9), 8, 9, 10])

@@ -130,7 +130,7 @@ def test_queries_that_see_a_whole_context_may_be_more_than_its_tokens(block_size
 @pytest.mark.parametrize(("options", "sentence"), [
     ({"causal": False, "window": 3}, "neither a window nor a bias"),
     ({"causal": False, "bias": torch.zeros(4, 1)}, "neither a window nor a bias"),
-    ({"soft_cap": 1.0, "bias": torch.zeros(4, 1)}, "either a bias or a soft cap"),
+    ({"soft_cap": 1.0, "bias": torch.zeros(4, 1)}, "a bias or a soft cap, not both"),
     *(({"bias": bias}, r"must be contiguous float32 of \(4 heads, at least one distance\) on cpu") for bias in (
         torch.zeros(3, 1), torch.zeros(4, 0), torch.zeros(4), torch.zeros(1, 4).T.expand(4, 2),
         torch.zeros(4, 1).bfloat16(), torch.zeros(4, 1, device="meta"),

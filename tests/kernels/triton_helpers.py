@@ -1,6 +1,4 @@
-"""Where Triton kernels are tested: on a GPU where there is one, else in Triton's interpreter, which tests/conftest.py
-chooses.
-"""
+"""Triton kernels on a GPU if there is one, else in Triton's interpreter, which tests/conftest.py chooses."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -39,7 +37,7 @@ DTYPES = [
 HALF = [dtype for dtype in DTYPES if dtype.id != "float32"]
 
 quiet_interpreter = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-"""For NaN, infinity and overflow that are meant: numpy, which the interpreter computes with, warns of them."""
+"""Deliberate NaN, infinity and overflow: the interpreter's numpy warns of them."""
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -49,7 +47,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 @contextmanager
 def _strictly() -> Iterator[None]:
-    """Memory that is not initialised is NaN, and on a GPU it is an error where the host would wait for the device."""
+    """Uninitialised memory is NaN, and on a GPU a wait of the host is an error."""
     torch.use_deterministic_algorithms(True)  # which also fills what torch.empty returns
     if DEVICE.type == "cuda":
         torch.cuda.set_sync_debug_mode("error")
@@ -62,7 +60,7 @@ def _strictly() -> Iterator[None]:
 
 
 def strict(module: ModuleType) -> SimpleNamespace:
-    """A backend's functions, which see NaN where memory is not initialised and may not wait for a GPU."""
+    """A backend's functions under `_strictly`."""
 
     def run(function: Callable[..., Any], *arguments: Any) -> Any:
         with _strictly():

@@ -21,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def byte_tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer whose tokens are single bytes, so that every character beyond ASCII spans several of them."""
+    """A tokenizer of single bytes, so that every character beyond ASCII spans several tokens."""
     directory = tmp_path_factory.mktemp("byte-tokenizer")
     write_byte_tokenizer(directory)
     return directory
@@ -29,9 +29,9 @@ def byte_tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A suspect waits for half a second here, and a lost worker for a tenth of one.
+    """Suspects wait for half a second, lost workers for a tenth.
 
-    A suspect may wait for three seconds on a busy machine, and it may be ended there after a loss or two more.
+    A suspect may wait for three seconds on a busy machine, and may end after a loss or two more.
     """
     monkeypatch.setattr(worker_loop, "LAST_RETRY_SECONDS", 0.1)
     monkeypatch.setattr(rule, "MAX_CONTROL_SECONDS", 3.0)
@@ -63,7 +63,7 @@ def byte_model(byte_tokenizer: Tokenizer) -> ServedModel:
 
 @pytest.fixture(scope="session")
 def tiny_model_directory(byte_tokenizer_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of random weights that knows the byte tokenizer: a real model, and a fast one."""
+    """A Llama of random weights with the byte tokenizer."""
     directory = tmp_path_factory.mktemp("tiny") / "tiny-llama"
     write_tiny_llama(directory, byte_tokenizer_directory)
     return directory
@@ -84,7 +84,7 @@ def tiny_server(tiny_model_directory: Path) -> Iterator[LocalServer]:
 
 @pytest.fixture
 def adapters(tmp_path: Path) -> Path:
-    """A folder of three low-rank adapters for the tiny model."""
+    """Three low-rank adapters for the tiny model."""
     from tiny_adapters import write_three
 
     return write_three(tmp_path / "adapters")
@@ -97,11 +97,11 @@ def plain(tiny_server: LocalServer) -> Plain:
 
 @pytest.fixture
 def all_verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All guesses are made and verified, whether or not that is faster."""
+    """All drafts are made and verified, faster or not."""
     monkeypatch.setattr(drafter, "numbers_of_drafts", lambda _, mosts, *__, **___: list(mosts))
 
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Certificates are used as soon as they have changed, and not a second later."""
+    """Changed certificates are used at once, not a second later."""
     monkeypatch.setattr(tls, "SETTLE_SECONDS", 0.0)

@@ -1,4 +1,4 @@
-"""Vectors of texts as transformers makes them, slowly, and workers and schedulers that make them."""
+"""Vectors of texts as transformers computes them, and workers and schedulers for vectors."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -65,7 +65,7 @@ def assert_close(found: Sequence[Embedding], expected: Sequence[Tensor]) -> None
 async def serving(
     model: Path, scheduler_settings: dict[str, Any] | None = None, **settings: Any
 ) -> AsyncIterator[tuple[InProcess, ServedWorker]]:
-    """A worker and a scheduler, which looks at all of its blocks after every step."""
+    """A worker and a scheduler that checks all blocks after every step."""
     async with (
         worker_in_process(model, **settings) as worker,
         scheduler(worker.address, model=str(model), check_invariants=True, **scheduler_settings or {}) as one,
@@ -76,7 +76,7 @@ async def serving(
 
 
 async def said_through_a_loss(model: Path, say: Callable[[Client], Awaitable[T]], **settings: Any) -> T:
-    """What calls say of which the worker is lost midway, one of two slow ones."""
+    """The answers of calls on two slow workers, one of which is lost midway."""
     async with worker_in_process(model, **settings) as first, worker_in_process(model, **settings) as second:
         slow_down(first, 0.02)
         slow_down(second, 0.02)
@@ -95,7 +95,7 @@ async def said_through_a_loss(model: Path, say: Callable[[Client], Awaitable[T]]
 
 
 def encoder_settings() -> dict[str, Any]:
-    """For workers that hold no cache."""
+    """For workers without a cache."""
     return {"num_gpu_blocks_override": None, "swap_space": 0, "max_num_batched_tokens": 128}
 
 

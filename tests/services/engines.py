@@ -1,4 +1,4 @@
-"""An engine and a front end in this process, joined by their real wire, and what clients do with them."""
+"""An engine and a front end in this process, joined by their real wire, and their clients."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -22,7 +22,7 @@ from scheduler_service.wire.sampling import RequestSampling
 
 
 class OneProcess:
-    """Whatever it does not have itself is the engine's."""
+    """The front end, with all other attributes of the engine."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -51,13 +51,13 @@ class OneProcess:
         return state
 
     def group(self, state: RequestState) -> SequenceGroup:
-        """The request's group, as long as it is in flight."""
+        """The request's group, while it is in flight."""
         group = self.engine.requests.in_flight[state.request.key].group
         assert group is not None
         return group
 
     async def close(self, state: RequestState) -> None:
-        """The reader is gone or done; returns when the engine knows."""
+        """Close the request; returns when the engine knows."""
         state.stream.leave()
         self._calls.pop(state).__exit__()
         await until(lambda: all(state.call not in connection._calls for connection in self.front_ends.connections))

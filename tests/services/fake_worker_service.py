@@ -1,4 +1,4 @@
-"""A worker without a model, over real gRPC: every token it samples is the letter "g", and it can be told to fail."""
+"""A worker without a model, over real gRPC: it samples only the letter "g", and can be told to fail."""
 
 import asyncio
 import itertools
@@ -18,11 +18,11 @@ TOKEN = 73  # "g" of the byte tokenizer
 
 
 class FakeWorkerService(WorkerServiceServicer, health.aio.HealthServicer):
-    """Ends the session when it is asked to compute a prompt that contains `poison`.
+    """Ends the session when a prompt contains `poison`.
 
-    Steps are computed while `runs` is set, which step number `stops_at` clears, and health is answered while `is_well`
-    is set. `spoil` changes answers, also to bytes that are no message. For as many guesses as `wanted` says with a
-    step's answer steps should have room from then on, and of so much room `right` says how many guesses are.
+    Steps are computed while `runs` is set, which step number `stops_at` clears; health is answered while `is_well` is
+    set. `spoil` changes answers, also to bytes that are no message. `wanted` is the room for drafts that a step's
+    answer asks for, and `right` the number of right drafts.
     """
 
     def __init__(self, tokenizer_directory: Path, *, poison: int | None = None, num_device_blocks: int = 64) -> None:
@@ -107,7 +107,7 @@ class FakeWorkerService(WorkerServiceServicer, health.aio.HealthServicer):
 
 
 def _methods(worker: FakeWorkerService) -> dict[str, Any]:
-    """As the generated code adds them, except that spoiled answers pass."""
+    """As in the generated code, except that spoiled answers pass."""
     return {
         "GetWorkerInfo": grpc.unary_unary_rpc_method_handler(
             worker.GetWorkerInfo,
@@ -129,7 +129,7 @@ def _methods(worker: FakeWorkerService) -> dict[str, Any]:
 
 @asynccontextmanager
 async def serving(worker: FakeWorkerService) -> AsyncIterator[str]:
-    """Serve it on a free port; gives the address."""
+    """Serve on a free port; yields the address."""
     server = grpc.aio.server()
     server.add_generic_rpc_handlers(
         [grpc.method_handlers_generic_handler("pagewire.v1.WorkerService", _methods(worker))]

@@ -1,6 +1,6 @@
-"""Requests that were made to do harm, and what each may end with.
+"""Requests that are made to do harm, and the allowed statuses of each.
 
-The list is that of attacks on servers like this one. Any of them may also be sent with its bytes changed at random.
+They follow known attacks on such servers. Each may also be sent with its bytes changed at random.
 """
 
 import json
@@ -23,11 +23,11 @@ from pagewire_client import SamplingParams
 
 Code = grpc.StatusCode
 INSIDE = re.compile(r"Traceback|\.py\b|/work|/tmp|/home|site-packages|object at 0x|\bself\b|Error:|Exception")
-"""What no client is told."""
+"""Internals that no client may see."""
 
 
 def texts_in(answer: bytes) -> str:
-    """What can be read of a message's bytes: eight of a number seldom look like text all at once."""
+    """The readable parts of a message's bytes; eight bytes of a number seldom look like text."""
     return "\n".join(text.decode() for text in re.findall(rb"[ -~]{9,}", answer))
 
 
@@ -79,7 +79,7 @@ def prompts(draw: Draw) -> pb.GenerateRequest:
 
 
 def texts(draw: Draw) -> pb.GenerateRequest:
-    """What is only text, however it looks."""
+    """Texts of any look."""
     text = draw.choice(["<|im_end|>" * 500, "\0" * 100, "\u202e" * 200, "{{ ''.__class__ }}", "' OR 1=1", "é" * 400])
     if draw.random() < 0.5:
         return sampling() if not text else pb.GenerateRequest(text=text[:400], sampling=SamplingParams(max_tokens=2))
@@ -115,7 +115,7 @@ def spoofs(draw: Draw) -> pb.GenerateRequest:
 
 
 def names(draw: Draw) -> dict[str, Any]:
-    """Fields of texts' calls that name what is not the caller's, or is not there."""
+    """Fields of texts' calls that name another caller's things, or missing ones."""
     return draw.choice([{"lora_name": "../../etc/passwd"}, {"tenant": "iron"}, {"tenant": "x" * 500}])
 
 
@@ -154,7 +154,7 @@ def named_scores(draw: Draw) -> pb.ScoreRequest:
 
 
 def sounds(draw: Draw) -> pb.TranscribeRequest:
-    """To a model that hears nothing."""
+    """Sounds for a model without audio input."""
     header = b"RIFF\xff\xff\xff\xffWAVEfmt "
     data = draw.choice([b"", header, header + draw.randbytes(500), draw.randbytes(5000)])
     temperature = draw.choice([0.0, NAN, INFINITY, -1.0])
@@ -231,7 +231,7 @@ HEALTH, REFLECTION = "/grpc.health.v1.Health/", "/grpc.reflection.v1alpha.Server
 
 @dataclass(frozen=True)
 class Kind:
-    """Requests of a method, and the statuses that are right."""
+    """Requests of a method, and the right statuses."""
 
     method: str
     make: Callable[[Draw], Message]
@@ -243,7 +243,7 @@ class Kind:
 
     @property
     def is_open(self) -> bool:
-        """To callers without a key."""
+        """Whether callers without a key may use it."""
         return self.method.startswith(HEALTH)
 
 
@@ -280,11 +280,11 @@ OTHERS = (
     *(f"{INFERENCE}{name}" for name in ("Abort", "GetModel", "Tokenize", "Detokenize")),
     *(f"{GATEWAYS}{name}" for name in ("GetModelInfo", "GetServerInfo")),
 )
-"""Methods to which changed bytes of requests of other methods are sent."""
+"""Methods that receive changed bytes of other methods' requests."""
 
 
 def changed(draw: Draw, data: bytes) -> bytes:
-    """Bytes that are cut, doubled, or not what they were."""
+    """Bytes that are cut, doubled or changed."""
     array = bytearray(data)
     for _ in range(draw.randrange(1, 8)):
         place = draw.randrange(len(array) + 1)

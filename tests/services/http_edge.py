@@ -1,4 +1,4 @@
-"""What `pagewire_client serve` serves HTTP with, in the test's process."""
+"""The HTTP server of `pagewire_client serve`, in the test's process."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -23,7 +23,7 @@ async def http_edge(
     security: Security = OPEN,
     **access: Any,
 ) -> AsyncIterator[str]:
-    """Its URL. Without a gateway it serves the routes that need none. `access` is what it shows the scheduler."""
+    """Yields its URL. Without a gateway it serves only routes that need none. `access` is for the scheduler."""
     edge, address = Edge(target, model, limits, **access), free_address()
     host, _, port = address.rpartition(":")
     await edge.start()

@@ -1,4 +1,4 @@
-"""Keys of a locked scheduler, and what a caller gets of its methods."""
+"""Keys of a locked scheduler, and the answers of its methods to a caller."""
 
 import hashlib
 import json
@@ -46,7 +46,7 @@ def key_file(path: Path, *names: str) -> Path:
 
 @asynccontextmanager
 async def locked_scheduler(tokenizer: Path, keyring: Keyring) -> AsyncIterator[InProcess]:
-    """In front of a fake worker."""
+    """A scheduler in front of a fake worker."""
     async with serving(FakeWorkerService(tokenizer)) as address, scheduler(address, keyring=keyring) as one:
         await one.engine.model()
         yield one
@@ -64,7 +64,7 @@ async def methods(channel: grpc.aio.Channel, metadata: Any) -> list[str]:
 
 
 async def code_of(channel: grpc.aio.Channel, method: str, metadata: Any) -> grpc.StatusCode:
-    """What an empty request ends with; OK if there is an answer."""
+    """The status of an empty request; OK if there is an answer."""
     call = channel.unary_stream(method)(b"", metadata=metadata, timeout=20)  # whatever kind of method it is
     try:
         async for _ in call:
@@ -83,8 +83,6 @@ async def codes(target: str, key: str, *, open_with: str = KEYS["admin"], tls: P
 
 
 async def refused(call: Any) -> grpc.aio.AioRpcError:
-    """The error that a call ends with."""
-
     async def end() -> None:
         if hasattr(call, "read"):
             while await call.read() is not grpc.aio.EOF:

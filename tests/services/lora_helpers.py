@@ -1,4 +1,4 @@
-"""Low-rank adapters of the tiny model, a worker and a scheduler with them, and what requests that name them say."""
+"""Adapters of the tiny model, a worker and a scheduler with them, and their outputs."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -51,7 +51,7 @@ Shown = list[tuple[list[int], str, list[list[int]]]]
 
 
 async def outputs(client: Client, prompt: str, lora_name: str, **sampling: Any) -> Shown:
-    """Tokens, text, and which tokens were likeliest."""
+    """Tokens, text, and the likeliest tokens."""
     params = SamplingParams(**{"max_tokens": 16, "ignore_eos": True} | sampling)
     completion = await collect(client, prompt, params, lora_name=lora_name)
     return [

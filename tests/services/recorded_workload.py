@@ -1,5 +1,6 @@
-"""Drives the real core through all that can happen to it, and records it: several workers that come and go, steps
-planned ahead, aborts, stop strings, failures, answers that do not fit. The workers' tokens are random."""
+"""Drives and records the real core through everything that can happen: workers that come and go, steps planned ahead,
+aborts, stop strings, failures, wrong answers. Tokens are random.
+"""
 
 import itertools
 from collections import deque
@@ -20,7 +21,7 @@ from scheduler_service.core import (
     SequenceStatus,
 )
 from scheduler_service.core.queues.policy import waiting_queue
-from scheduler_service.recording.recorder import NoRecorder, Recorder
+from scheduler_service.recording.recorder import Recorder
 from scheduler_service.wire.codec import decode_model_output
 
 OVERTAKES = 3
@@ -76,7 +77,7 @@ class Worker:
         return output
 
     def answer(self, random: Random, now: float, *, failures: float = 0.0) -> bool:
-        """Take the oldest answer in; returns whether it fitted."""
+        """Apply the oldest answer; returns whether it was valid."""
         output = self.in_flight.popleft()
         token_ids = [random.randrange(10) for _ in range(output.num_samples)]
         if random.random() < failures:
@@ -105,12 +106,12 @@ class Worker:
 
 
 class Workload:
-    """Up to `num_workers` workers of one size, and requests that all share a few beginnings."""
+    """Up to `num_workers` workers of one size, and requests that share a few beginnings."""
 
     def __init__(
         self,
         random: Random,
-        recorder: NoRecorder,
+        recorder: Recorder,
         *,
         policy: str = "fcfs",
         phase_rule: PhaseRule = PhaseRule.CHUNKED,
@@ -216,7 +217,7 @@ class Workload:
             self._lose(number)
 
     def _bring_adapter(self, scheduler: Scheduler, lacking: list[str]) -> None:
-        """As the engine does it: what is on its way comes or does not, and then the next one is."""
+        """As the engine does: the adapter in transfer arrives or fails, then the next begins."""
         if scheduler.adapters.is_fetching and self.random.random() < 0.5:
             scheduler.end_fetch(self.random.choice([None, 0.1, 0.1, 2.0]))
         scheduler.begin_fetch(lacking, self.random.choice([[], ["b", "c"]]))
@@ -258,7 +259,7 @@ class Workload:
         self.recorder.arrived(group)
 
     def _abort(self) -> None:
-        """As the engine does it: by whichever scheduler knows the request, or out of the queue."""
+        """As the engine does: by the scheduler that knows the request, or out of the queue."""
         if not self.groups:
             return
         group = self.random.choice(self.groups)
@@ -271,7 +272,7 @@ class Workload:
             self.recorder.withdrawn(group, status)
 
     def _stop(self) -> None:
-        """As the engine does it: an output that has text, which may wait by now, or be computed again."""
+        """As the engine does: for an output with text, which may be waiting or computed again."""
         groups = [group for group in self.groups if group.beams is None and any(self._with_text(group))]
         if not groups:
             return

@@ -1,4 +1,4 @@
-"""Random texts of a JSON schema's grammar, and what is valid for the schema with exact numbers."""
+"""Random texts of a JSON schema's grammar, and their validation with exact numbers."""
 
 import decimal
 import json
@@ -15,14 +15,14 @@ from scheduler_service.frontend.forms.form_compiler import compile_form
 
 TOKENIZER = LLTokenizer("byte")
 WEIGHTS = [12.0 if chr(byte) in '",}]:' else 6.0 if chr(byte).isdigit() else 1.0 for byte in range(256)]
-"""So that most texts end: a string that is ended by one of 200 bytes is long."""
+"""Most texts end with these: a string that only one of 200 bytes ends is long."""
 FEW = {9: 0.1, 10: 0.1, 13: 0.1, 32: 0.1}
 MAX_BYTES = 120
 EXACT = decimal.Context(prec=1000)
 
 
 def text_of(schema: Any) -> str:
-    """With its Decimals as they are."""
+    """The JSON of a schema, with exact Decimals."""
     if isinstance(schema, dict):
         return "{" + ",".join(f"{json.dumps(key)}:{text_of(value)}" for key, value in schema.items()) + "}"
     if isinstance(schema, list):
@@ -31,7 +31,7 @@ def text_of(schema: Any) -> str:
 
 
 def grammar_of(schema: Any, *, closes_objects: bool = False) -> tuple[str, str]:
-    """With the reason why there is none."""
+    """The grammar, or "" and the reason why there is none."""
     return compile_form("json_schema", [text_of(schema)], closes_objects=closes_objects)
 
 
@@ -45,7 +45,7 @@ def may_be_written(grammar: str, text: str) -> bool:
 
 
 def texts_of(grammar: str, seeds: int) -> Iterator[str]:
-    """Those that end. A text that cannot go on and has not ended is an error."""
+    """The texts that end. A text that can neither go on nor end is an error."""
     whole = matcher_of(grammar)
     for seed in range(seeds):
         random, matcher, text = Random(seed), whole.deep_copy(), bytearray()

@@ -1,4 +1,4 @@
-"""Spans that end in this process, and a caller whose trace they belong to."""
+"""Spans of this process, and the caller of their trace."""
 
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -13,8 +13,6 @@ def caller(trace: str = TRACE, *, sampled: bool = True) -> tuple[tuple[str, str]
 
 
 class Memory:
-    """Spans that ended in this process."""
-
     def __init__(self) -> None:
         self._exporter = InMemorySpanExporter()
         provider = TracerProvider(shutdown_on_exit=False)

@@ -1,4 +1,4 @@
-"""What servers that guess are asked, and what they answer."""
+"""Requests for servers with speculation, and their answers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -13,7 +13,7 @@ from worker_in_process import worker_in_process
 
 from pagewire_client import Client, SamplingParams
 from pagewire_client.llm import collect
-from scheduler_service.engine.workers.worker import Drafts
+from scheduler_service.engine.workers import Drafts
 
 PROMPTS = ["abcabcabcabc", "one two three one two three one two", "hello", "x" * 40]
 KINDS: dict[str, dict[str, Any]] = {
@@ -43,17 +43,17 @@ FORMED: dict[str, dict[str, Any]] = {
     },
 }
 ASKED = [(prompt, sampling) for prompt in PROMPTS for sampling in (KINDS | FORMED).values()]
-# Beams show their first token when they are done.
+# Beams show their first token at their end.
 NO_BEAMS = [(prompt, sampling) for prompt, sampling in ASKED if sampling is not KINDS["beams"]]
 
 
 @dataclass(frozen=True)
 class Plain:
-    """What a server without guesses answers to all of ASKED at once."""
+    """Answers of a server without drafts to all of ASKED at once."""
 
     answers: list["list[Shown]"]
     sequences: list[list[int]]
-    """The tokens of each output, behind its prompt's."""
+    """Tokens of each output, with its prompt's."""
 
     @property
     def without_beams(self) -> list["list[Shown]"]:
@@ -61,7 +61,7 @@ class Plain:
 
 
 class Oracle:
-    """Guesses in the drafter's place, of which most are right; all are verified, whether or not that is faster."""
+    """Drafts in the drafter's place, most of them right; all are verified, faster or not."""
 
     def __init__(self, sequences: list[list[int]]) -> None:
         self._sequences = sequences
@@ -78,7 +78,7 @@ class Oracle:
 
 @asynccontextmanager
 async def speculating(model: Path, recording: Path | None = None, **settings: Any) -> AsyncIterator[InProcess]:
-    """Such a worker, and a scheduler."""
+    """A worker with speculation, and a scheduler."""
     async with (
         worker_in_process(model, **{"speculative_config": {"method": "ngram"}, "forms": True} | settings) as worker,
         scheduler(worker.address, model=str(model), preemption_mode="swap", record=recording) as one,
@@ -91,7 +91,7 @@ Shown = tuple[list[int], str, Any, list[list[int]]]
 
 
 async def outputs(client: Client, prompt: str, **sampling: Any) -> list[Shown]:
-    """Tokens, text, why they ended, and which tokens were likeliest: probabilities may differ in their last bits."""
+    """Tokens, text, finish reason, and likeliest tokens; probabilities may differ in their last bits."""
     completion = await collect(client, prompt, SamplingParams(**{"max_tokens": 48, "ignore_eos": True} | sampling))
     return [
         (
@@ -105,7 +105,7 @@ async def outputs(client: Client, prompt: str, **sampling: Any) -> list[Shown]:
 
 
 async def answers_of(target: str) -> Plain:
-    """What this server answers to all of ASKED at once."""
+    """This server's answers to all of ASKED at once."""
     async with Client(target) as client:
         answers = await asyncio.gather(*(outputs(client, prompt, **sampling) for prompt, sampling in ASKED))
         prompts = [await client.tokenize(prompt) for prompt, _ in ASKED]
@@ -116,7 +116,7 @@ async def answers_of(target: str) -> Plain:
 async def guesses_alone_and_together(
     one: InProcess, expected: Sequence[tuple[tuple[str, dict[str, Any]], list[Shown]]], num_alone: int
 ) -> Drafts:
-    """Of its only worker, when the first requests had their expected outputs alone, and all had theirs at once."""
+    """The only worker's drafts: the first requests alone, then all at once, with the expected outputs."""
     async with Client(one.target) as client:
         for (prompt, sampling), wanted in expected[:num_alone]:
             assert await outputs(client, prompt, **sampling) == wanted
@@ -132,7 +132,7 @@ def num_preemptions(one: InProcess) -> int:
 
 
 async def guesses_after_a_loss(expected: list[list[Shown]], model: Path, **settings: Any) -> Drafts:
-    """Of the worker that is left: one of two is lost after it has guessed, and the outputs are those expected."""
+    """The remaining worker's drafts after the loss of one of two, with the expected outputs."""
     async with (
         worker_in_process(model, forms=True, **settings) as first,
         worker_in_process(model, forms=True, **settings) as second,

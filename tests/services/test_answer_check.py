@@ -74,7 +74,7 @@ def test_what_is_said_of_log_probabilities_that_are_none_names_no_tokens() -> No
     output = scheduler.schedule()
     sequence = output.scheduled[0].sequence
     entry = TokenLogprobs([31337] * 1000, [-1.0] * 1000, 1)
-    with pytest.raises(ValueError, match=f"for sequence {sequence.id}: 999 likeliest tokens where 1 were") as error:
+    with pytest.raises(ValueError, match=f"for sequence {sequence.id}: 999 likeliest tokens instead of 1") as error:
         check_answer(output, ModelOutput(1, [5], logprobs={sequence.id: [entry]}), 50_000)
     assert "31337" not in str(error.value)
 
@@ -109,7 +109,7 @@ def test_every_token_of_a_prompt_but_the_first_has_log_probabilities() -> None:
                 with pytest.raises(ValueError, match=said):
                     check_answer(output, answer, 100)
         answer = ModelOutput(output.step_id, token_ids, prompt_logprobs={sequence.id: positions(first - 1, due)})
-        with pytest.raises(ValueError, match="they are about another token"):
+        with pytest.raises(ValueError, match="they are for another token"):
             check_answer(output, answer, 100)
         answer = ModelOutput(output.step_id, token_ids, prompt_logprobs={sequence.id: positions(first, due)})
         scheduler.update_from_output(output, answer)
@@ -131,16 +131,16 @@ def test_positions_of_a_prompt_that_was_given_up_are_bounded() -> None:
 
 
 LIES: dict[str, tuple[TokenLogprobs, str]] = {
-    "about another token": (TokenLogprobs([6, 5, 7], [-1.0] * 3, 1), "they are about another token"),
+    "about another token": (TokenLogprobs([6, 5, 7], [-1.0] * 3, 1), "they are for another token"),
     "no rank": (TokenLogprobs([5, 5, 7], [-1.0] * 3, 0), "a rank that does not exist"),
     "a rank behind the last": (TokenLogprobs([5, 5, 7], [-1.0] * 3, 101), "a rank that does not exist"),
     "one of the likeliest twice": (TokenLogprobs([5, 7, 7], [-1.0] * 3, 1), "or one twice"),
     "a token that does not exist": (TokenLogprobs([5, 5, 100], [-1.0] * 3, 1), "or beyond the vocabulary"),
-    "too few": (TokenLogprobs([5, 5], [-1.0] * 2, 1), "1 likeliest tokens where 2 were"),
-    "the likeliest last": (TokenLogprobs([5, 6, 7], [-1.0, -2.0, -1.0], 1), "or not in its order"),
-    "more than certain": (TokenLogprobs([5, 6, 7], [-1.0, -0.1, -0.1], 1), "they are of no distribution"),
-    "two values of one token": (TokenLogprobs([5, 5, 7], [-1.0, -0.5, -1.5], 1), "they are of no distribution"),
-    "nothing": (TokenLogprobs([], [], 1), "0 likeliest tokens where 2 were"),
+    "too few": (TokenLogprobs([5, 5], [-1.0] * 2, 1), "1 likeliest tokens instead of 2"),
+    "the likeliest last": (TokenLogprobs([5, 6, 7], [-1.0, -2.0, -1.0], 1), "out of order"),
+    "more than certain": (TokenLogprobs([5, 6, 7], [-1.0, -0.1, -0.1], 1), "they are out of order, contradict"),
+    "two values of one token": (TokenLogprobs([5, 5, 7], [-1.0, -0.5, -1.5], 1), "they are out of order, contradict"),
+    "nothing": (TokenLogprobs([], [], 1), "0 likeliest tokens instead of 2"),
 }
 
 
@@ -182,7 +182,7 @@ def test_what_is_said_of_a_sequence_that_has_left_is_not_taken_for_anothers() ->
 
 @pytest.mark.parametrize(
     ("num_tokens", "verified", "sentence"),
-    [([1, 1], [0, 2**32 - 1], "verified 4294967295 guesses for sequence 0, not 0"), ([1, 9], [], "returned 9 tokens")],
+    [([1, 1], [0, 2**32 - 1], "verified 4294967295 drafts for sequence 0, not 0"), ([1, 9], [], "returned 9 tokens")],
 )
 def test_what_is_counted_of_a_sequence_that_has_left_is_bounded(
     num_tokens: list[int], verified: list[int], sentence: str
@@ -217,10 +217,10 @@ def right_guess(logprobs: dict[int, list[TokenLogprobs]], **more: Any) -> ModelO
 @pytest.mark.parametrize(
     ("num_tokens", "verified", "sentence"),
     [
-        ([3], [3], "verified 3 guesses for sequence 1, not 2"),
+        ([3], [3], "verified 3 drafts for sequence 1, not 2"),
         ([2], [], "returned 2 tokens for sequence 1"),
         ([3], [1], "returned 3 tokens for sequence 1"),
-        ([1], [3], "verified 3 guesses for sequence 1, not 2"),
+        ([1], [3], "verified 3 drafts for sequence 1, not 2"),
     ],
 )
 def test_no_more_is_verified_than_there_is_room_for_and_no_more_is_right(
@@ -235,7 +235,7 @@ def test_no_more_is_verified_than_there_is_room_for_and_no_more_is_right(
 def test_guesses_are_counted_for_every_sequence_that_samples(column: str) -> None:
     scheduler, output, sequence_id, entry = with_two_guesses()
     answer = replace(right_guess({sequence_id: [entry] * 2}), **{column: [2, 2]})
-    with pytest.raises(ValueError, match="counted drafts of 2 samples of 1"):
+    with pytest.raises(ValueError, match="counted drafts of 2 samples, and the step has 1"):
         scheduler.update_from_output(output, answer)
 
 

@@ -56,8 +56,8 @@ def renderer() -> ChatRenderer:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("loops", r"it takes more than 0\.\d+ s of a processor to render"),
-        ("one call", r"it takes more than 0\.\d+ s of a processor to render"),
+        ("loops", r"it takes more than 0\.\d+ s of CPU time to render"),
+        ("one call", r"it takes more than 0\.\d+ s of CPU time to render"),
         *((name, "it takes more than 128 MiB of memory to render") for name in list(BRANCHES)[2:8]),
         ("calls", "it is nested too deeply to render"),
     ],
@@ -88,7 +88,7 @@ async def test_a_template_that_takes_too_much_to_compile_is_refused(
 async def test_what_a_template_may_take_grows_with_the_messages(
     renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They take 0.1 s of a processor and 24 MB, much more than a process may take for no messages here."""
+    """They take 0.1 s of CPU time and 24 MB, much more than a process may take for no messages here."""
     assert await render(renderer, "hi")
     monkeypatch.setattr(chat_renderer, "SECONDS", 0.01)
     monkeypatch.setattr(chat_renderer, "SECONDS_OF_TEMPLATE", 0.0)

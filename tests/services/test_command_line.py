@@ -99,8 +99,8 @@ async def test_a_drain_that_waits_says_why_there_is_no_session(
         ("drain --target= a", "--target: it is empty"),
         ("watch --tls=", "--tls: it is empty"),
         ("transcribe /tmp", "file: cannot read /tmp: Is a directory"),
-        ("transcribe /dev/zero", "file: /dev/zero has more than 16777216 bytes, the most that are read"),
-        ("generate a --grammar @/dev/zero", "--grammar: /dev/zero has more than 16777216 bytes"),
+        ("transcribe /dev/zero", "file: /dev/zero has more than the limit of 16777216 bytes"),
+        ("generate a --grammar @/dev/zero", "--grammar: /dev/zero has more than the limit of 16777216 bytes"),
         ("generate a --json-schema @/nowhere", "--json-schema: cannot read /nowhere: No such file"),
     ],
     ids=lambda text: text[:40],
@@ -141,7 +141,7 @@ def test_an_empty_variable_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_prompt_from_stdin_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     with open("/dev/zero") as zeros:
         monkeypatch.setattr("sys.stdin", zeros)
-        with pytest.raises(ValueError, match="stdin has more than 16777216 bytes"):
+        with pytest.raises(ValueError, match="stdin has more than the limit of 16777216 bytes"):
             read_stdin()
 
 

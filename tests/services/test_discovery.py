@@ -17,7 +17,7 @@ from pagewire.v1 import admin_service_pb2 as pb
 from pagewire.v1.admin_service_pb2_grpc import AdminServiceStub
 from pagewire_common.settings import load_settings
 from scheduler_service.engine.sessions.discovery import resolve_by_dns, watch_name
-from scheduler_service.engine.workers.worker import WorkerStatus
+from scheduler_service.engine.workers import WorkerStatus
 from scheduler_service.settings import SchedulerSettings
 
 SOON = 0.001

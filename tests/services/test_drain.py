@@ -10,7 +10,7 @@ from fake_worker_service import FakeWorkerService, serving
 from grpc_health.v1 import health_pb2
 
 from pagewire_common.calls.errors import RequestError
-from scheduler_service.engine.workers.worker import WorkerStatus
+from scheduler_service.engine.workers import WorkerStatus
 
 LEAVING = health_pb2.HealthCheckResponse.NOT_SERVING
 

@@ -242,7 +242,7 @@ async def test_a_decoder_begins_with_the_token_of_any_text_if_no_other_is_named_
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "without": ({"text": "hello"}, "encoder_text or encoder_token_ids is missing: "),
-    "text for the decoder": ({"encoder_text": "a", "text": "b"}, "text is not what a decoder goes on from"),
+    "text for the decoder": ({"encoder_text": "a", "text": "b"}, "text cannot be the prompt of this decoder"),
     "empty": ({"encoder_token_ids": pb.TokenIds()}, "encoder_token_ids is empty; the encoder needs at least one token"),
     "too long": ({"encoder_text": "x" * 95}, "encoder_text has 97 tokens; the encoder reads up to 96"),
     "far too long": ({"encoder_text": "x" * 200_000}, "encoder_text has 200000 characters"),
@@ -267,5 +267,5 @@ async def test_what_makes_no_sense_is_refused_in_a_sentence(case: str, model: Pa
 
 async def test_a_model_without_an_encoder_refuses_a_prompt_for_one(tiny_model_directory: Path) -> None:
     async with serving(tiny_model_directory) as (one, _), Client(one.target) as client:
-        with pytest.raises(grpc.aio.AioRpcError, match="encoder_text is for models with an encoder beside the decoder"):
+        with pytest.raises(grpc.aio.AioRpcError, match="encoder_text is for models with encoder and decoder"):
             await collect(client, EncoderPrompt("hello"))

@@ -17,7 +17,7 @@ from scheduler_service.core import SamplingParams
 from scheduler_service.engine.calls import requests as requests_module
 from scheduler_service.engine.engine import Engine
 from scheduler_service.engine.sessions.worker_loop import WorkerLoop
-from scheduler_service.engine.worker_link.client import WorkerError
+from scheduler_service.engine.worker_link.errors import WorkerError
 from scheduler_service.frontend.link.engine_call import EngineCall
 from scheduler_service.frontend.output.request import GenerationRequest
 from scheduler_service.frontend.servicer import InferenceServicer

@@ -120,7 +120,7 @@ async def test_bytes_that_are_no_message_are_the_callers_mistake_whichever_libra
     async with fake_worker(worker) as address, scheduler(address) as one, grpc.aio.insecure_channel(one.target) as to:
         error = await refused(to.unary_stream(method)(b"\xff"))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert error.details() == "the request's bytes are no message of this method"
+    assert error.details() == "the request's bytes are not a valid message of this method"
 
 
 async def test_so_are_those_in_a_stream_of_messages() -> None:

@@ -229,7 +229,7 @@ def test_the_steps_before_a_cut_are_enough(tmp_path: Path) -> None:
     result = command("scheduler_service.fit", tmp_path / "recording", tmp_path / "costs.json")
     assert result.returncode == 0
     assert "is cut off" in result.stderr
-    assert "fitted to what comes before" in result.stderr
+    assert "fitted to the steps before" in result.stderr
 
 
 def test_workers_of_different_sizes_have_to_be_named(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ async def test_a_form_that_takes_too_long_is_refused_and_the_process_that_replac
     await forms.read(regex("a"))
     template, child = own()
     async with asyncio.timeout(DEADLINE):
-        with pytest.raises(FormError, match=r"json_schema cannot be followed: it takes more than 0.3 s of a processor"):
+        with pytest.raises(FormError, match=r"json_schema cannot be followed: it takes more than 0.3 s of CPU time"):
             await forms.read(pb.SamplingParams(json_schema=BOMB))
     assert await forms.read(regex("b"))
     assert not child.is_running()

@@ -441,7 +441,7 @@ PANICKING = {
 
 @pytest.mark.parametrize(
     ("tokenizer", "reason"),
-    [("{", "line 1 column"), (json.dumps(PANICKING), "the tokenizer's library has failed inside")],
+    [("{", "line 1 column"), (json.dumps(PANICKING), "the tokenizers library has failed")],
     ids=["no JSON", "panic"],
 )
 async def test_why_no_front_end_is_serving_is_known_until_all_have_loaded_the_model(
@@ -452,7 +452,7 @@ async def test_why_no_front_end_is_serving_is_known_until_all_have_loaded_the_mo
         with pytest.raises(RequestError, match="the model's tokenizer cannot be loaded") as error:
             await one.link.model()
         assert error.value.code is grpc.StatusCode.UNAVAILABLE
-        assert "until the served model is known" in one.link.request_limits.will_grow
+        assert "until the served model is known" in one.link.request_limits().will_grow
         await until(lambda: one.front_ends.error)
         assert reason in one.front_ends.error
         assert "pagewire-" not in one.front_ends.error

@@ -57,25 +57,27 @@ def hostile() -> list[Hostile]:
     aac, opus = container_of(samples(20), "ipod", "aac"), container_of(samples(20), "webm", "libopus", 48_000)
     claims = wav(3)[:40] + (1 << 30).to_bytes(4, "little") + wav(3)[44:]
     return [
-        Hostile(wav(20)[:100_000], "audio/wav", "data is cut off: its head says 640000 bytes of samples"),
+        Hostile(wav(20)[:100_000], "audio/wav", "data is cut off: its header says 640000 bytes of samples"),
         Hostile(flac[: len(flac) // 2], "audio/flac", "data is damaged or cut off"),
         Hostile(mp3[: len(mp3) // 2], "audio/mpeg", "data is damaged or cut off"),
         Hostile(ogg[: len(ogg) // 2], "audio/ogg", "data is cut off"),
         Hostile(ogg[:40_000] + ogg[50_000:], "audio/ogg", "data is damaged in page"),
-        Hostile(claims, "audio/wav", "data is cut off: its head says 1073741824 bytes of samples"),
+        Hostile(claims, "audio/wav", "data is cut off: its header says 1073741824 bytes of samples"),
         Hostile(file_of(hours, "WAV", "IMA_ADPCM", 4000), "audio/wav", "data is a sound of 7200 s or more"),
         Hostile(file_of(hours, "WAV", "PCM_U8", 4000), "audio/wav", "larger than max", code=Code.RESOURCE_EXHAUSTED),
         Hostile(two_hours(), "audio/flac", "data is a sound of 7200 s or more"),
         Hostile(without_length(bomb), "audio/flac", "at most 30 s are allowed", "Generate"),
         Hostile(b"ID3\4\0\0\0\0\0\0" * 100_000 + mp3, "audio/mpeg", "data begins with more than 16 ID3 tags"),
-        Hostile(file_of(samples(1), "AIFF"), "audio/wav", "data is AIFF; WAV, FLAC, MP3, OGG, MP4 and WebM are heard"),
-        Hostile(aac[: len(aac) // 2], "audio/mp4", "data is no sound file that can be read"),
+        Hostile(
+            file_of(samples(1), "AIFF"), "audio/wav", "data is AIFF; WAV, FLAC, MP3, OGG, MP4 and WebM are supported"
+        ),
+        Hostile(aac[: len(aac) // 2], "audio/mp4", "data is not a readable sound file"),
         Hostile(aac[:60_000] + bytes(20_000) + aac[80_000:], "audio/mp4", "data is damaged or cut off"),
-        Hostile(opus[: len(opus) // 2], "audio/webm", "data is cut off: its head says"),
+        Hostile(opus[: len(opus) // 2], "audio/webm", "data is cut off: its header says"),
         Hostile(two_hours_of_matroska(), "video/webm", "data is a sound of 7200 s or more"),
-        Hostile(container_of(samples(1), "mp4", "aac", number=2), "video/mp4", "data has 2 sounds in it"),
-        Hostile(aac[:64] + random.Random(2).randbytes(1 << 20), "audio/mp4", "data is no sound file that can be read"),
-        Hostile(random.Random(1).randbytes(1 << 20), "audio/mpeg", "data is no sound file that can be read"),
+        Hostile(container_of(samples(1), "mp4", "aac", number=2), "video/mp4", "data has 2 sounds; send"),
+        Hostile(aac[:64] + random.Random(2).randbytes(1 << 20), "audio/mp4", "data is not a readable sound file"),
+        Hostile(random.Random(1).randbytes(1 << 20), "audio/mpeg", "data is not a readable sound file"),
     ]
 
 

@@ -133,7 +133,7 @@ async def test_a_sound_is_answered_in_each_format_with_what_transcribe_says(serv
     ("data", "status", "words"),
     [
         (form(wav(2)[:20_000]), 400, "sound: data is cut off"),
-        (form(b"hello", "speech.wav"), 400, "sound: data is no sound file that can be read"),
+        (form(b"hello", "speech.wav"), 400, "sound: data is not a readable sound file"),
         (form(wav(1), language="xx"), 400, "language is 'xx'"),
         (form(wav(1), response_format="xml"), 400, "response_format is 'xml'; it must be one of json"),
         (form(wav(1), temperature="hot"), 400, "temperature is not a number"),

@@ -156,5 +156,5 @@ async def test_a_file_that_stays_empty_or_is_gone_changes_nothing_and_the_log_na
 
 def test_a_file_without_keys_is_refused_at_the_start_too(tmp_path: Path) -> None:
     (tmp_path / "keys.toml").touch()
-    with pytest.raises(StartError, match=r"it has no \[\[key\]\]; if no key is to open anything, write key = \[\]"):
+    with pytest.raises(StartError, match=r"it has no \[\[key\]\]; to allow no key at all, write key = \[\]"):
         KeyFile(tmp_path / "keys.toml", "plain")

@@ -19,7 +19,7 @@ from pagewire_client.admin import Admin
 from pagewire_client.llm import collect
 from pagewire_common.calls.errors import RequestError
 from scheduler_service.engine.adapters import adapter_fetcher, catalogue
-from scheduler_service.engine.worker_link.client import WorkerError
+from scheduler_service.engine.worker_link.errors import WorkerError
 from scheduler_service.recording.replayer import Replayer
 from worker_service.serving import servicer
 from worker_service.serving.adapter_calls import AdapterCalls

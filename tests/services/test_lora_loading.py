@@ -22,7 +22,8 @@ from pagewire_common.start_error import StartError
 from scheduler_service.access.keys import ApiKey, Keyring, digest_of
 from scheduler_service.engine.adapters.adapter_files import hand_over, read_adapter
 from scheduler_service.engine.sessions import worker_loop
-from scheduler_service.engine.worker_link.client import AdapterFailedError, WorkerClient
+from scheduler_service.engine.worker_link.client import WorkerClient
+from scheduler_service.engine.worker_link.errors import AdapterFailedError
 from scheduler_service.frontend.calls import generation
 from scheduler_service.frontend.output.request import GenerationRequest
 from scheduler_service.wire.codec import WorkerInfo

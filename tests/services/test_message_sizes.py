@@ -21,8 +21,7 @@ from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output import streams, whole_output
 from scheduler_service.frontend.output.request_memory import UnreadOutput
 from scheduler_service.frontend.output.request_state import Gained, RequestState
-from scheduler_service.frontend.output.streams import OutputDelta, OutputStream
-from scheduler_service.frontend.output.turns import Turns
+from scheduler_service.frontend.output.streams import OutputDelta, OutputStream, Turns
 from scheduler_service.frontend.servicer import encode_delta
 from scheduler_service.frontend.vllm_engine_codec import MAX_BYTES, WholeAnswers
 from scheduler_service.statistics.counts import RequestCounts

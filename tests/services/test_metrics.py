@@ -24,11 +24,11 @@ from pagewire_client.local import ServiceProcess
 from pagewire_common.start_error import StartError
 from pagewire_common.telemetry.metrics import MAX_CONNECTIONS, MAX_HEAD_BYTES, serve_metrics
 from scheduler_service.core import ModelOutput, PlacementReason
-from scheduler_service.engine.workers.worker import proposer_of
+from scheduler_service.engine.workers import proposer_of
 from scheduler_service.operations.metrics import SchedulerMetrics
 from scheduler_service.statistics.counts import MAX_TENANTS, CountsByTenant, Histogram
-from worker_service.serving.metrics import WorkerStatistics
-from worker_service.serving.metrics import families as worker_families
+from worker_service.serving.servicer import WorkerStatistics
+from worker_service.serving.servicer import families as worker_families
 
 
 async def exchange(address: str, sent: str) -> str:

@@ -18,7 +18,8 @@ from pagewire_client.llm import collect
 from pagewire_common.connection.tls import Security, TlsFolder
 from pagewire_common.serving.server import GrpcServer
 from pagewire_common.start_error import StartError
-from scheduler_service.engine.worker_link.client import UnreachableError, WorkerClient
+from scheduler_service.engine.worker_link.client import WorkerClient
+from scheduler_service.engine.worker_link.errors import UnreachableError
 from worker_service import progress
 
 pytestmark = pytest.mark.timeout(30)  # clients would try again for a minute
@@ -67,8 +68,8 @@ def test_a_file_that_is_no_certificate_is_refused_by_name(name: str, said: str, 
 @pytest.mark.parametrize(
     ("name", "is_expired", "has_authority", "sentence"),
     [
-        ("127.0.0.1", False, False, "has expired, or is of no authority in the ca.crt of --tls"),
-        ("127.0.0.1", True, True, "has expired, or is of no authority in the ca.crt of --tls"),
+        ("127.0.0.1", False, False, "has expired, or is signed by no authority in the ca.crt of --tls"),
+        ("127.0.0.1", True, True, "has expired, or is signed by no authority in the ca.crt of --tls"),
         ("elsewhere", False, True, "is not for 127.0.0.1"),
     ],
 )
@@ -138,7 +139,7 @@ async def test_an_operators_port_in_use_is_named_with_its_setting() -> None:
 
 @pytest.mark.parametrize(
     ("listen", "reason"),
-    [("192.0.2.1:0", "192.0.2.1 is not an address of this machine"), ("no.invalid:0", "no.invalid is no name")],
+    [("192.0.2.1:0", "192.0.2.1 is not an address of this machine"), ("no.invalid:0", "no.invalid cannot be resolved")],
 )
 async def test_an_address_that_is_not_ours_is_told_from_a_port_in_use(listen: str, reason: str) -> None:
     with pytest.raises(StartError, match=f"--listen: cannot listen on {listen}: {reason}"):

@@ -138,7 +138,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"json_schema": "{"}, r"sampling.json_schema cannot be followed: it is not JSON: .* line 1 column 2"),
     ({"json_schema": '{"type": "thing"}'}, "sampling.json_schema cannot be followed: Invalid type: thing"),
     ({"json_schema": '{"if": {}}'}, r'Unimplemented keys: \["if"\]'),
-    ({"json_schema": '{"x-guidance": {"lenient": true}, "if": {}}'}, "x-guidance is not obeyed here"),
+    ({"json_schema": '{"x-guidance": {"lenient": true}, "if": {}}'}, "x-guidance is not supported"),
     (
         {"json_schema": '{"properties": {"a/b": {"multipleOf": 0.57}}}'},
         "#/properties/a~1b/multipleOf is 0.57,",
@@ -159,8 +159,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"grammar": "start: " + "(" * 500}, "nested"),
     ({"regex": "a", "beam_width": 2}, "sampling.regex cannot be combined with sampling.beam_width"),
     ({"regex": "a", "ignore_eos": True}, "sampling.regex cannot be combined with sampling.ignore_eos"),
-    ({"regex": "ab", "min_tokens": 10, "max_tokens": 20}, "no token could follow: the form"),
-    ({"regex": "ab", "bad_words": ["b"]}, "no token could follow: the form"),
+    ({"regex": "ab", "min_tokens": 10, "max_tokens": 20}, "no token could follow: the requested form"),
+    ({"regex": "ab", "bad_words": ["b"]}, "no token could follow: the requested form"),
 ]
 
 

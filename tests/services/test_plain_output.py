@@ -25,8 +25,7 @@ from scheduler_service.frontend.output import streams
 from scheduler_service.frontend.output.request import GenerationRequest
 from scheduler_service.frontend.output.request_memory import UnreadOutput
 from scheduler_service.frontend.output.request_state import Gained, RequestState
-from scheduler_service.frontend.output.streams import OutputDelta, OutputStream
-from scheduler_service.frontend.output.turns import Turns
+from scheduler_service.frontend.output.streams import OutputDelta, OutputStream, Turns
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.statistics.counts import RequestCounts
 

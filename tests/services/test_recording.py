@@ -19,7 +19,6 @@ from scheduler_service.core import (
     PhaseRule,
     PreemptionMode,
     SamplingParams,
-    Scheduler,
     SchedulerConfig,
     SequenceGroup,
     SequenceStatus,
@@ -30,7 +29,7 @@ from scheduler_service.core.groups.pooling_params import PoolingParams, PoolingT
 from scheduler_service.core.planning.step_writer import StepWriter
 from scheduler_service.recording import writer
 from scheduler_service.recording.format import MAX_EVENT_BYTES, VERSION, ReadEvent, RecordingError, frame, read_events
-from scheduler_service.recording.recorder import NoRecorder, RecordedScheduler, Recorder
+from scheduler_service.recording.recorder import RecordedScheduler, Recorder
 from scheduler_service.recording.writer import FileWriter
 from scheduler_service.wire.fields import decode_enum, decode_fields, encode_enum, encode_fields
 from scheduler_service.wire.sampling import RequestSampling
@@ -234,10 +233,6 @@ def test_a_missing_file_says_so(tmp_path: Path) -> None:
 
 
 # ---- the recorder
-
-
-def test_without_recording_a_scheduler_is_a_plain_one() -> None:
-    assert type(NoRecorder().scheduler(CONFIG, WaitingQueue(), "worker", Connection(1))) is Scheduler
 
 
 def test_a_call_that_changes_nothing_is_left_out() -> None:

@@ -24,9 +24,8 @@ from scheduler_service.frontend.link.admissions import MIN_BYTES, UNREAD_SHARE
 from scheduler_service.frontend.link.engine_call import EngineCall
 from scheduler_service.frontend.output.request import GenerationRequest
 from scheduler_service.frontend.output.request_memory import UnreadOutput, request_bytes
-from scheduler_service.frontend.output.streams import OutputDelta, OutputStream
-from scheduler_service.frontend.output.turns import Turns
-from scheduler_service.wire.submission import KEY_BYTES
+from scheduler_service.frontend.output.streams import OutputDelta, OutputStream, Turns
+from scheduler_service.wire.front_end import KEY_BYTES
 
 MIB = 1 << 20
 LIMIT = 4  # MiB

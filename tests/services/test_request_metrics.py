@@ -32,7 +32,7 @@ from scheduler_service.engine.engine import Engine
 from scheduler_service.frontend.output.request import GenerationRequest, Resumption
 from scheduler_service.frontend.output.request_memory import UnreadOutput
 from scheduler_service.frontend.output.request_state import RequestState
-from scheduler_service.frontend.output.turns import Turns
+from scheduler_service.frontend.output.streams import Turns
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.statistics.counts import RequestCounts
 from scheduler_service.statistics.finished_requests import FinishedRequests, RequestMetrics

@@ -150,7 +150,7 @@ def test_every_sampling_parameter_can_be_said(field: Any) -> None:
         (["--logit-bias", "7"], "'7' is not TOKEN_ID=BIAS"),
         (["--grammar", "@/nowhere/at.all"], "cannot read /nowhere/at.all"),
         (["--chat", "--encoder"], "not allowed with argument"),
-        (["--model", "m"], "--model is for a server of the command's own"),
+        (["--model", "m"], "--model is for a server that the command starts"),
     ],
 )
 def test_flags_that_cannot_be_obeyed_are_refused_before_anything_starts(
@@ -179,13 +179,13 @@ def test_each_prompt_of_a_batch_may_have_its_own_salt_priority_and_adapter(tiny_
 @pytest.mark.parametrize(
     ("said", "sentence"),
     [
-        ({"target": "t:1", "model": "m"}, "model is said of a server of the LLM's own"),
+        ({"target": "t:1", "model": "m"}, "model is for a server that the LLM starts"),
         (
             {"target": "t:1", "scheduler_arguments": ["--scheduling-policy", "fair"]},
-            "scheduler_arguments is said of a server",
+            "scheduler_arguments is for a server",
         ),
-        ({"target": "t:1", "worker_arguments": ["--threads", "1"]}, "worker_arguments is said of a server"),
-        ({"api_key": "k"}, "api_key is for a target, and none is named"),
+        ({"target": "t:1", "worker_arguments": ["--threads", "1"]}, "worker_arguments is for a server"),
+        ({"api_key": "k"}, "api_key needs a target"),
     ],
 )
 def test_what_an_llm_could_not_obey_is_refused(said: dict[str, Any], sentence: str) -> None:
@@ -196,7 +196,7 @@ def test_what_an_llm_could_not_obey_is_refused(said: dict[str, Any], sentence: s
 async def test_special_tokens_are_parsed_in_text_alone(tiny_server: LocalServer) -> None:
     async with Client(tiny_server.target) as client:
         assert await client.tokenize("<|im_end|>", parse_special_tokens=True) != await client.tokenize("<|im_end|>")
-        with pytest.raises(grpc.aio.AioRpcError, match="is for text alone, and the prompt is token_ids"):
+        with pytest.raises(grpc.aio.AioRpcError, match="needs a prompt of text, and the prompt is token_ids"):
             await collect(client, [5], parse_special_tokens=True)
         asked = pb.DetokenizeRequest(token_ids=[5], separately=True, skip_special_tokens=True)
         with pytest.raises(grpc.aio.AioRpcError, match="skip_special_tokens is true"):

@@ -23,7 +23,7 @@ from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output.request import GenerationRequest
 from scheduler_service.frontend.output.request_memory import UnreadOutput
 from scheduler_service.frontend.output.request_state import Gained, RequestState
-from scheduler_service.frontend.output.turns import Turns
+from scheduler_service.frontend.output.streams import Turns
 from scheduler_service.statistics.counts import RequestCounts
 
 
@@ -314,7 +314,7 @@ INVALID = {
     ),
     "as many tokens as there can be": (
         resuming(request(max_tokens=3), having(5, 5, 5)),
-        r"resume.outputs\[0\].token_ids has 3 entries; an output that goes on has fewer than 3",
+        r"resume.outputs\[0\].token_ids has 3 entries; an unfinished output has fewer than 3",
     ),
     "a million tokens": (
         resuming(request(), having(*[5] * 1_000_000)),
@@ -334,7 +334,7 @@ INVALID = {
     ),
     "as many tokens as a beam can have": (
         resuming(request(beam_width=2, max_tokens=1), having(5)),
-        r"resume.outputs\[0\].token_ids has 1 entries; an output that goes on has fewer than 1",
+        r"resume.outputs\[0\].token_ids has 1 entries; an unfinished output has fewer than 1",
     ),
     "prompt log-probabilities that were not asked for": (
         resuming(request(), num_prompt_logprobs=1),

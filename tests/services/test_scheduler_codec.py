@@ -16,7 +16,7 @@ from scheduler_service.core import (
     SequenceStatus,
     WaitingQueue,
 )
-from scheduler_service.core.blocks.pool import NO_BLOCK
+from scheduler_service.core.blocks.tables import NO_BLOCK
 from scheduler_service.core.outputs import BlockTableUpdate, Fork, NewSequence, TokenLogprobs
 from scheduler_service.core.planning.step import bytes_to_tell
 from scheduler_service.wire.codec import decode_model_output, encode_scheduler_output
@@ -80,7 +80,7 @@ def test_room_for_guesses_goes_out_and_what_became_of_it_comes_back() -> None:
     assert (answer.token_ids, answer.num_tokens) == ([1, 5, 6], [2, 1])
     assert (answer.num_draft_tokens, answer.num_draft_tokens_wanted) == ([2, 0], [1, 0])
     for shares in ([2, 2], [2, 0]):
-        with pytest.raises(ValueError, match="3 tokens do not divide into 2 shares"):
+        with pytest.raises(ValueError, match="3 tokens do not divide into 2 counts"):
             decode_model_output(pb.ModelOutput(token_ids=[1, 5, 6], num_tokens=shares))
 
 

@@ -72,7 +72,7 @@ def test_control_characters_are_written_where_no_key_could_be_spelled_so() -> No
 @pytest.mark.parametrize(
     ("schema", "words"),
     [
-        ({"type": "object", "minProperties": 2}, "#/minProperties is 2, and keys that are not"),
+        ({"type": "object", "minProperties": 2}, "#/minProperties is 2, but outputs may repeat keys that are not"),
         ({"properties": {"a": True, "b": {"const": "a\x00b"}}}, "#/properties/b/const may have control characters"),
         (
             {"properties": {"a": True, "b": {"pattern": "a\\x00b"}}},

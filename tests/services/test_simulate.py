@@ -113,7 +113,7 @@ def test_a_request_larger_than_a_workers_pool_is_refused_with_both_numbers() -> 
 @pytest.mark.parametrize("num_device_blocks", [0, 1])
 def test_guesses_without_room_for_a_token_are_refused(num_device_blocks: int) -> None:
     costs = replace(COSTS, guesses=(1.0,) * 4, acceptance=(1.0,) * 4, num_device_blocks=num_device_blocks)
-    with pytest.raises(ValueError, match="no room behind 4 guesses"):
+    with pytest.raises(ValueError, match="not more than 4 drafts"):
         Simulator([Arrival(0.0, 1, 1)], costs, num_workers=1)
 
 

@@ -7,7 +7,7 @@ from cluster import cluster_state
 
 from pagewire.v1.admin_service_pb2 import StepSplit as StepSplitMessage
 from pagewire_client import Client, LocalServer, SamplingParams
-from scheduler_service.engine.worker_link.step_split import RoundTrips, StepSplit
+from scheduler_service.engine.worker_link.session import RoundTrips, StepSplit
 
 TIMING = SimpleNamespace(move_us=1, forward_us=7, sample_us=2, guess_us=0)  # 10 µs in all
 

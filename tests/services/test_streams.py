@@ -4,8 +4,7 @@ import pytest
 from pagewire_common.calls.errors import RequestError
 from scheduler_service.core import SequenceStatus
 from scheduler_service.frontend.output.request_memory import UnreadOutput
-from scheduler_service.frontend.output.streams import OutputDelta, OutputStream
-from scheduler_service.frontend.output.turns import Turns
+from scheduler_service.frontend.output.streams import OutputDelta, OutputStream, Turns
 
 
 async def test_what_a_slow_reader_has_not_taken_is_merged_and_nothing_is_lost() -> None:

@@ -167,7 +167,7 @@ def test_a_reload_refuses_what_a_start_would_refuse_and_says_which(
     tls, whole = TlsFolder(folder), {file.name: file.read_bytes() for file in folder.iterdir()}
     other = trustme.CA().issue_cert("localhost").private_key_pem.bytes()
     for name, content, reason in (
-        ("ca.crt", None, "ca.crt is missing; a restart does without"),
+        ("ca.crt", None, "ca.crt is missing; only after a restart does the server run without it"),
         ("tls.key", None, "it has no tls.key; tls.crt and tls.key belong together"),
         ("ca.crt", b"", "ca.crt cannot be read as PEM"),
         ("tls.key", other, "tls.crt and tls.key cannot be read as PEM"),

@@ -3,8 +3,7 @@ from itertools import pairwise
 
 from scheduler_service.core import SequenceStatus
 from scheduler_service.frontend.output.request_memory import UnreadOutput
-from scheduler_service.frontend.output.streams import OutputDelta, OutputStream
-from scheduler_service.frontend.output.turns import AT_ONCE, SLOW_AFTER, Turn, Turns
+from scheduler_service.frontend.output.streams import AT_ONCE, SLOW_AFTER, OutputDelta, OutputStream, Turn, Turns
 
 
 def ask(turns: Turns, count: int) -> list[Turn]:

@@ -11,8 +11,13 @@ from pagewire_common.calls.errors import RequestError
 from pagewire_common.model_files.generation_config import GenerationConfig, GenerationDefaults
 from pagewire_common.sampling import NUMBERS
 from scheduler_service.core import BlockManager, SequenceGroup, TranscriptParams
-from scheduler_service.frontend.checking.prompt import decode_tokens, encode_prompt
-from scheduler_service.frontend.checking.validation import check_names, check_request, check_sizes
+from scheduler_service.frontend.checking.validation import (
+    check_names,
+    check_request,
+    check_sizes,
+    decode_tokens,
+    encode_prompt,
+)
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output.request import GenerationRequest
 from scheduler_service.wire.sampling import RequestSampling
@@ -75,14 +80,14 @@ INVALID = {
     "bias outside": (request(logit_bias={300: 1.0}), "logit_bias contains 300"),
     "large bias": (request(logit_bias={1: 101.0}), r"logit_bias\[1\] is 101"),
     "allowed outside": (request(allowed_token_ids=[259]), "allowed_token_ids contains 259"),
-    "allowed are bad words": (request(allowed_token_ids=[69], bad_words=["c"]), "allowed_token_ids, .* leave nothing"),
+    "allowed are bad words": (request(allowed_token_ids=[69], bad_words=["c"]), "allowed_token_ids, .* allow no token"),
     "allowed ends the prompt's bad word": (
         request("ab", allowed_token_ids=[69], bad_words=["abc"]),
-        "allowed_token_ids, .* leave nothing",
+        "allowed_token_ids, .* allow no token",
     ),
     "nothing but ends before min tokens": (
         request(allowed_token_ids=[2, 70], stop_token_ids=[70], min_tokens=1),
-        "allowed_token_ids, .* leave nothing",
+        "allowed_token_ids, .* allow no token",
     ),
     "bad words": (request(bad_words=["x"] * 65), "bad_words has 65 entries"),
     "best of fewer": (request(n=3, best_of=2), r"best_of is 2; it must be in \[3, "),
@@ -189,7 +194,9 @@ async def test_lengths_of_the_generation_config_count_the_prompt_or_not_and_a_re
     assert await lengths({"min_length": 9, "max_length": 12}, min_tokens=0, max_tokens=20) == (0, 20)
     assert await lengths({"min_new_tokens": 9}, max_tokens=2) == (2, 2)
     assert await lengths({"min_length": 9}, beam_width=2) == (4, 95)
-    with pytest.raises(RequestError, match=r"the prompt has 5 tokens, .* at max_length 5; set sampling.max_tokens"):
+    with pytest.raises(
+        RequestError, match=r"the prompt has 5 tokens, .* to max_length 5 together; set sampling.max_tokens"
+    ):
         await lengths({"max_length": 5})
 
 
@@ -220,7 +227,7 @@ async def test_bans_and_stops_of_the_generation_config_hold_unless_a_request_nam
     with pytest.raises(RequestError, match="beam_width cannot be combined with suppress_tokens, which the model's gen"):
         await check(request(beam_width=2), model)
     for allowed in (10, 12, 5):
-        with pytest.raises(RequestError, match="the tokens that the model's generation config bans together leave no"):
+        with pytest.raises(RequestError, match="the tokens that the model's generation config bans together allow no"):
             await check(request(allowed_token_ids=[allowed]), model)
 
 

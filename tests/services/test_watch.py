@@ -68,13 +68,13 @@ def test_the_picture_and_the_line_tell_the_same() -> None:
         assert words in line
 
 
-def test_how_many_guesses_are_right_is_shown_where_there_are_any() -> None:
+def test_the_share_of_accepted_drafts_is_shown_where_there_are_any() -> None:
     view = View("there:1")
     view.take(sample(0.0))
     assert "guess" not in drawn(view) + view.line()
     guessing = pb.WorkerState(num_guessed_tokens=30, num_accepted_tokens=12)
     view.take(sample(2.0, workers=[WORKER, guessing, guessing]))
-    assert "40% of guesses right" in drawn(view)
+    assert "40% of drafts accepted" in drawn(view)
     assert "guessed_right=40%" in view.line()
 
 

@@ -40,7 +40,7 @@ from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.frontend.servicer import encode_delta
 from scheduler_service.settings import SchedulerSettings
-from scheduler_service.wire.submission import encode_sampling, pack
+from scheduler_service.wire.front_end import encode_sampling, pack
 
 LIMIT = 0.02
 ATTEMPTS = 8
@@ -110,7 +110,7 @@ async def serving_shape(shape: str, directory: Path) -> AsyncIterator[tuple[int,
         grpc.aio.insecure_channel(server.target, options=[("grpc.max_send_message_length", -1)]) as channel,
     ):
         await server.engine.model()
-        yield server.link.request_limits.num_bytes - 200, channel
+        yield server.link.request_limits().num_bytes - 200, channel
 
 
 async def call(channel: grpc.aio.Channel, method: str, data: bytes) -> None:

@@ -19,11 +19,11 @@ from scheduler_service.core import scheduler as planner
 from scheduler_service.engine.engine import Engine
 from scheduler_service.engine.sessions import agreement, worker_loop, worker_session
 from scheduler_service.engine.sessions.answer_check import check_answer
-from scheduler_service.engine.worker_link.client import DrainedError, Session, WorkerClient, WorkerError
+from scheduler_service.engine.worker_link.client import WorkerClient
+from scheduler_service.engine.worker_link.errors import DrainedError, WorkerError
 from scheduler_service.engine.worker_link.limits import step_timeout
-from scheduler_service.engine.worker_link.step_split import RoundTrips, StepSplit
-from scheduler_service.engine.workers.worker import Worker, WorkerStatus
-from scheduler_service.engine.workers.workers import Workers
+from scheduler_service.engine.worker_link.session import RoundTrips, Session, StepSplit
+from scheduler_service.engine.workers import Worker, Workers, WorkerStatus
 from scheduler_service.frontend.output.request import GenerationRequest
 from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.settings import SchedulerSettings

@@ -13,7 +13,7 @@ from test_processes import WORKER_SIZES, Start
 from test_processes import start as start
 
 from pagewire_client.local import ServiceProcess
-from scheduler_service.engine.workers.worker import Worker, WorkerStatus
+from scheduler_service.engine.workers import Worker, WorkerStatus
 from scheduler_service.frontend.output.request_state import RequestState
 
 SAMPLINGS: dict[str, dict[str, Any]] = {

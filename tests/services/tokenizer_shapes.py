@@ -1,4 +1,4 @@
-"""Tokenizers of every shape, each with a thousand special tokens and a chat template, and the worst texts for them."""
+"""Tokenizers of every shape, each with a thousand special tokens and a chat template, and their worst texts."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -65,7 +65,7 @@ SHAPES: dict[str, Callable[[], tokenizers.Tokenizer]] = {
 
 
 def write(shape: str, directory: Path) -> int:
-    """Returns how many tokens it has."""
+    """Returns the number of tokens."""
     backend = SHAPES[shape]()
     backend.add_special_tokens(SPECIAL)
     fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", unk_token="<unk>")
@@ -75,7 +75,7 @@ def write(shape: str, directory: Path) -> int:
 
 
 def worst_texts(num_bytes: int) -> dict[str, str]:
-    """Texts of so many bytes."""
+    """Texts of `num_bytes`."""
     units = {
         "beginnings of special tokens": "<",
         "nearly whole special tokens": "<|reserved_special_token_98<",

@@ -1,4 +1,4 @@
-"""What transformers generates, found without generating."""
+"""The outputs of transformers, found without generating."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,10 +8,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def likeliest_tokens(directory: Path, prompts: Sequence[str], outputs: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The likeliest token by transformers in float32 after each prompt, and after each token of its output.
+    """transformers' likeliest token in float32 after each prompt, and after each token of its output.
 
-    If these are the output itself, transformers generates the same: after equal tokens the same token is likeliest. One
-    pass for each prompt takes a tenth of the time of generating.
+    If these equal the output, transformers generates the same. One pass for each prompt takes a tenth of the time.
     """
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()

@@ -21,7 +21,7 @@ from worker_service.settings import WorkerSettings
 
 @dataclass
 class ServedWorker:
-    """It ends for its scheduler when its server is stopped."""
+    """A worker that its scheduler loses when the server is stopped."""
 
     address: str
     server: GrpcServer
@@ -31,7 +31,7 @@ class ServedWorker:
 
 @asynccontextmanager
 async def worker_in_process(model: Path, listen: str = "127.0.0.1:0", **settings: Any) -> AsyncIterator[ServedWorker]:
-    """Of a small cache, unless the settings say otherwise."""
+    """A small cache by default."""
     sizes = {"block_size": 8, "num_gpu_blocks_override": 128, "swap_space": 0.002, "threads": 1, "forms": False}
     worker = load_worker(WorkerSettings(**{"model": str(model)} | sizes | settings))
     server = GrpcServer([], max_receive_bytes=64 << 20)
@@ -47,7 +47,7 @@ async def worker_in_process(model: Path, listen: str = "127.0.0.1:0", **settings
 
 
 def slow_down(worker: ServedWorker, seconds: float) -> None:
-    """Each step of it takes so long."""
+    """Lengthen each step."""
     runner, launch = worker.worker.runner, worker.worker.runner.launch
 
     def slowly(*arguments: Any) -> Any:
@@ -59,7 +59,7 @@ def slow_down(worker: ServedWorker, seconds: float) -> None:
 
 @asynccontextmanager
 async def held_until(worker: ServedWorker, condition: Callable[[], object]) -> AsyncIterator[None]:
-    """It computes no step before: where all requests are in flight first, none is through before another comes."""
+    """Compute no step before the condition, so that all requests are in flight before one ends."""
     runner, launch, come = worker.worker.runner, worker.worker.runner.launch, threading.Event()
 
     def held(*arguments: Any) -> Any:

@@ -23,7 +23,7 @@ ROOM = AdapterRoom(num_slots=2, max_rank=64, max_loaded=8)
 
 
 def random_adapter(shapes: Mapping[str, tuple[int, int]], rank: int, seed: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """A and B of each projection, given its outputs and inputs."""
+    """A and B of each projection, by its outputs and inputs."""
     draw = torch.Generator().manual_seed(seed)
     return {
         name: (0.3 * torch.randn(rank, inputs, generator=draw), 0.3 * torch.randn(outputs, rank, generator=draw))
@@ -32,7 +32,7 @@ def random_adapter(shapes: Mapping[str, tuple[int, int]], rank: int, seed: int) 
 
 
 def adapter_messages(halves: Mapping[str, tuple[Tensor, Tensor]]) -> list[TakeAdapterRequest]:
-    """An adapter as a scheduler hands it over."""
+    """An adapter as a scheduler sends it."""
     names = {f"base_model.model.{name}.lora_": pair for name, pair in halves.items()}
     weights = save({f"{name}{half}.weight": pair[half == "B"] for name, pair in names.items() for half in "AB"})
     config = json.dumps({"peft_type": "LORA", "lora_alpha": len(next(iter(halves.values()))[0])}).encode()
@@ -45,7 +45,7 @@ def adapter_messages(halves: Mapping[str, tuple[Tensor, Tensor]]) -> list[TakeAd
 
 
 def load(adapters: Adapters, path: Path, folder: Path) -> str:
-    """Read an adapter as a worker does that was handed it, and hold the part of its rank; returns its name there."""
+    """Read a received adapter, and hold this rank's part; returns its name."""
     folder.mkdir()
     shutil.copy(path / "adapter_model.safetensors", folder / WEIGHTS)
     config = (path / "adapter_config.json").read_bytes()
@@ -60,7 +60,7 @@ def sequence(sequence_id: int, adapter: str, **sampling: Any) -> Any:
 
 
 def outputs(runner: ModelRunner, adapters: Sequence[str], count: int) -> list[list[int]]:
-    """What one sequence of each adapter says after PROMPT, all of them together, prompts in chunks."""
+    """The outputs of one sequence of each adapter after PROMPT, all together, prompts in chunks."""
     worker = SteppedWorker(runner)
     ids = range(1, len(adapters) + 1)
     new = tuple(sequence(number, adapter) for number, adapter in zip(ids, adapters, strict=True))

@@ -1,8 +1,8 @@
-"""Asks llama.cpp for what loading/llama_cpp_answers.json records of the files of llama_cpp_cases.py.
+"""Records llama.cpp's answers for llama_cpp_cases.py in loading/llama_cpp_answers.json.
 
-    PYTHONPATH=.:tests/worker python tests/worker/ask_llama_cpp.py
+PYTHONPATH=.:tests/worker python tests/worker/ask_llama_cpp.py
 
-It needs the package xllamacpp (2026.10.11549 has given what is recorded), which no test needs.
+Needs the package xllamacpp (recorded with 2026.10.11549), which no test needs.
 """
 
 import json
@@ -32,7 +32,7 @@ def start(file: Path) -> Any:
 
 
 def logprobs(file: Path) -> list[float]:
-    """Of the prompt's tokens but the first."""
+    """The prompt's tokens except the first."""
     server, found = start(file), []
     for length in range(1, len(PROMPT)):
         request = {"prompt": PROMPT[:length], "n_predict": 1, "n_probs": NUM_TOKENS, "temperature": 0, "samplers": []}
@@ -43,7 +43,7 @@ def logprobs(file: Path) -> list[float]:
 
 
 def token_ids(file: Path) -> list[list[list[int]]]:
-    """The token ids of each text: first with special tokens read as text, then as tokens."""
+    """Token ids of each text, with special tokens read as text and as tokens."""
     server = start(file)  # the server ends when this object is deleted
     address = server.listening_address
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))

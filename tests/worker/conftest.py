@@ -1,4 +1,4 @@
-"""Tiny random models on disk, each made once, the thread count that suits them, and GPUs' kernels where no GPU is."""
+"""Tiny random models on disk, each made once, their thread count, and GPU kernels without a GPU."""
 
 import inspect
 import json
@@ -39,7 +39,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A factory of Hugging Face directories with random weights: of a Llama, unless a `model_type` says otherwise.
+    """A factory of Hugging Face directories with random weights, by default of a Llama.
 
     Keyword arguments override TINY.
     """
@@ -52,7 +52,7 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
         path = tmp_path_factory.mktemp(f"tiny-{model_type}")
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **TINY | config))
-        # Fresh biases and norms are constant, and fresh weights small, which would hide a mistaken one.
+        # Fresh biases and norms are constant, and fresh weights small, which would hide errors.
         for name, parameter in model.named_parameters():
             is_norm = parameter.dim() == 1 and not name.endswith("bias")
             torch.nn.init.normal_(parameter, mean=float(is_norm), std=0.2)
@@ -65,7 +65,7 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
 
 
 def _drop_unknown(file: Path, model: Any) -> None:
-    """Of TINY, what this family does not know: transformers keeps any key."""
+    """Remove TINY's keys that this family does not know, because transformers keeps any key."""
     plain, code = type(model.config)(), inspect.getsource(sys.modules[type(model).__module__])
     json_ = json.loads(file.read_text())
     kept = {name: value for name, value in json_.items()
@@ -75,13 +75,12 @@ def _drop_unknown(file: Path, model: Any) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(make_checkpoint: Callable[..., Path]) -> Path:
-    """The plain tiny model."""
     return make_checkpoint()
 
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The kernels of GPUs compute for the CPU, in Triton's interpreter. Where there is a GPU they run on it anyway."""
+    """GPU kernels compute for the CPU in Triton's interpreter, or on a GPU if there is one."""
     pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
         import_module("triton_interpreter")

@@ -1,4 +1,4 @@
-"""What decodes may be asked for, as scripts for a stepped worker: runners are compared by what they say."""
+"""Scripts of decodes for a stepped worker, to compare runners."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +26,7 @@ SAMPLING: list[dict[str, Any]] = [
 
 
 def add_adapter(runner: ModelRunner, name: str, rank: int, seed: int, part: str = "") -> None:
-    """One of random halves, for those projections alone whose names contain `part`."""
+    """A random adapter, only for projections whose names contain `part`."""
     adapters = runner.adapters
     assert adapters is not None
     generator = torch.Generator().manual_seed(seed)
@@ -42,13 +42,13 @@ def add_adapter(runner: ModelRunner, name: str, rank: int, seed: int, part: str 
 
 
 def new_with(adapter: str, sequence_id: int, prompt: Sequence[int], **sampling: Any) -> NewSequence:
-    """A sequence with an adapter, or none, in blocks of its own."""
+    """A sequence with an adapter, or none, in its own blocks."""
     blocks = range(12 * (sequence_id - 1), 12 * sequence_id)
     return replace(new_sequence(sequence_id, prompt, blocks, **sampling), adapter=adapter)
 
 
 def generate(worker: SteppedWorker) -> list[list[int]]:
-    """Sequences come one after the other, change places and leave from the middle; what each step sampled."""
+    """Each step's samples while sequences arrive in turn, change places and leave from the middle."""
     live: list[int] = []
     answers = []
     for number in range(10):
@@ -69,7 +69,7 @@ def generate(worker: SteppedWorker) -> list[list[int]]:
 
 
 def generate_with_adapters(worker: SteppedWorker) -> dict[str, list[int]]:
-    """Of two adapters at a time and of the base: what the sequences of each said after the same prompt."""
+    """The outputs after one prompt with two adapters at a time and without."""
     add_adapter(worker.runner, "a", rank=3, seed=1)
     add_adapter(worker.runner, "b", rank=8, seed=2, part="mlp")
     add_adapter(worker.runner, "c", rank=1, seed=3, part="self_attn")
@@ -111,14 +111,14 @@ def generate_with_adapters(worker: SteppedWorker) -> dict[str, list[int]]:
 
 @dataclass
 class Verified:
-    """What came of guesses."""
+    """The results of drafts."""
 
     without_guesses: dict[int, list[int]]
-    """What each sequence says without them."""
+    """Each sequence's output without drafts."""
     gained: list[dict[int, list[int]]] = field(default_factory=list)
-    """In each step."""
+    """Tokens gained in each step."""
     logprobs: Tensor = field(default_factory=lambda: torch.empty(0))
-    """Of the sequences that report them."""
+    """Log-probabilities of the sequences that report them."""
     num_guessed: int = 0
 
     @property
@@ -127,7 +127,7 @@ class Verified:
 
 
 def verify_guesses(worker: SteppedWorker, draw: Random, most: int, num_steps: int = 5) -> Verified:
-    """Guesses of which some are wrong, from none to `most` of each sequence, beside sequences with adapters."""
+    """Up to `most` drafts of each sequence, some wrong, beside sequences with adapters."""
     add_adapter(worker.runner, "a", rank=3, seed=1)
     add_adapter(worker.runner, "b", rank=8, seed=2)
     adapters = dict(enumerate(["", "a", "b", "", "a"], 1))

@@ -1,5 +1,5 @@
-"""Small files whose log-probabilities and tokens llama.cpp has given: each says something that a converter may
-overlook. ask_llama_cpp.py asks it again.
+"""Small files with llama.cpp's log-probabilities and tokens, each for something that a converter may overlook.
+ask_llama_cpp.py records them.
 """
 
 from pathlib import Path
@@ -105,7 +105,7 @@ PRE_TOKENIZERS = (
 
 
 def _byte_level(pre: str) -> dict[str, Any]:
-    """All bytes, and all pairs of those of some letters, so that it shows where a text is cut."""
+    """All bytes, and all pairs of some letters, which show where a text is cut."""
     printable = (*range(33, 127), *range(161, 173), *range(174, 256))
     others = [byte for byte in range(256) if byte not in printable]
     spelling = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
@@ -149,7 +149,6 @@ def write_case(name: str, path: Path) -> None:
 
 
 def write_tokenizer(name: str, path: Path, **keys: Any) -> None:
-    """A file with this tokenizer."""
     own = dict.fromkeys(_OF_A_TOKENIZER) | TOKENIZERS[name] | keys
     count = len(own["tokens"])
     all_keys = {f"tokenizer.ggml.{key}": value for key, value in own.items()} | {"llama.vocab_size": count}

@@ -1,4 +1,4 @@
-"""Short ways to say what the scheduler says, in messages."""
+"""Short constructors of the scheduler's messages."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,6 @@ def new_message(
     index: int = 0,
     **sampling: Any,
 ) -> pb.NewSequence:
-    """A new sequence as the scheduler sends it."""
     return pb.NewSequence(
         sequence_id=sequence_id,
         token_ids=token_ids,

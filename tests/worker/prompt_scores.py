@@ -1,4 +1,4 @@
-"""What a worker on the CPU, with the weights of a folder, thinks of a prompt."""
+"""The log-probabilities of a prompt on a CPU worker with a folder's weights."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from worker_service.settings import WorkerSettings
 
 
 def prompt_logprobs(settings: WorkerSettings) -> Tensor:
-    """Of the tokens of a prompt but the first."""
+    """The prompt's tokens except the first."""
     prompt = tokens(range(3, 40))
     sequence = SequenceState(
         sequence_id=1,

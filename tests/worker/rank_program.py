@@ -1,6 +1,6 @@
-"""What each of two ranks runs for `test_ranks`: the same steps on every checkpoint, and what came out, saved by rank.
+"""The program of both ranks in `test_ranks`: the same steps on every checkpoint, with results saved by rank.
 
-Where there is a GPU for each, they compute on these, and replay graphs; with one, they share it, and sum up over Gloo.
+With a GPU for each they compute there and replay graphs; with one, they share it and sum over Gloo.
 
 `python rank_program.py JOBS FOLDER` starts the ranks; JOBS is a JSON object of `Job`s by name.
 """
@@ -43,8 +43,9 @@ class Job:
     """Folders of three."""
 
     def run(self, ranks: Ranks = ALONE) -> dict[str, Any]:
-        """The results of the steps: `logprobs` [positions, vocabulary_size] and `token_ids`, and of each adapter, with
-        that of the base behind them, what it says in `adapted`."""
+        """`logprobs` [positions, vocabulary_size], `token_ids`, and in `adapted` the outputs of each adapter and the
+        base.
+        """
         room = ROOM if self.adapters else NO_ADAPTERS
         dtype = getattr(torch, self.dtype)
         runner = load_runner(Path(self.path), _has_gpu_each(), dtype, self.quantization, ranks, room)
@@ -61,7 +62,7 @@ def run_in_ranks(jobs: dict[str, Job], folder: Path) -> list[str]:
 
 
 def _generate(runner: ModelRunner) -> list[list[int]]:
-    """Two sequences, one of them drawn at random, through chunks, a fork that copies on write, and swapping."""
+    """Two sequences, one sampled, with chunks, a fork that copies on write, and swapping."""
     runner.cache_engine.device_blocks.fill_(float("nan"))
     worker = SteppedWorker(runner)
     found = [worker.step((1, 30, False), new_sequences=(new_sequence(1, PROMPT, range(13)),)).token_ids]
@@ -69,7 +70,7 @@ def _generate(runner: ModelRunner) -> list[list[int]]:
     found.append(worker.step((1, 7, True), (2, 11, False), new_sequences=(drawn,)).token_ids)
     found += (worker.step((1, 1, True), (2, 9 if number == 0 else 1, True)).token_ids for number in range(4))
 
-    # The fork shares the full blocks of the drawn sequence, and takes the last as a copy.
+    # The fork shares the full blocks of the sampled sequence, and copies the last.
     known = list(worker.session.sequences[2].token_ids)
     held = -(-(len(known) - 1) // 4)
     fork = Fork(2, 3, len(known), len(known) - 1, tokens([*range(20, 19 + held), 40, 41, 42]), 1, array("q"))
@@ -91,8 +92,7 @@ def _generate(runner: ModelRunner) -> list[list[int]]:
 
 
 def _adapted(runner: ModelRunner, folders: Sequence[str]) -> list[list[int]]:
-    """Two adapters and the base in one step, then two of which one has no slot yet, and at last one that is taken
-    anew."""
+    """Two adapters and the base in one step, then one without a slot yet, then one loaded anew."""
     assert runner.adapters is not None
     with TemporaryDirectory() as folder:
         first, second, third = (load(runner.adapters, Path(path), Path(folder) / Path(path).name) for path in folders)

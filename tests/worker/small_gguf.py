@@ -1,4 +1,4 @@
-"""Small GGUF files, written by the library that others write theirs with."""
+"""Small GGUF files, written by the usual library."""
 
 import contextlib
 import io
@@ -26,12 +26,12 @@ QUANTIZED = {
 HEADS, KV_HEADS, HEAD, HIDDEN, INNER, EXPERTS = 4, 2, 8, 32, 48, 4
 NUM_TOKENS = 260
 NUM_LAYERS = {"gemma3": 6, "smollm3": 4}
-"""Where not all layers are alike; others have 2."""
+"""Families with unlike layers; others have 2."""
 LETTERS = [chr(number) for number in range(0x100, 0x100 + 258)]
 
 
 def convert_in_this_process(patch: pytest.MonkeyPatch) -> None:
-    """It has the imports, which take two seconds; test_repository_code.py starts a true conversion."""
+    """Saves two seconds of imports; test_repository_code.py starts a true conversion."""
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         assert command[1:3] == ["-m", gguf_conversion.__name__]
@@ -51,7 +51,7 @@ def number_of_layers(architecture: str) -> int:
 
 
 def keys_of(architecture: str, layers: int, head: int) -> dict[str, Any]:
-    """The keys of a model of this architecture without experts, and of its tokenizer."""
+    """Keys of a model without experts, and of its tokenizer."""
     own = {
         "context_length": 64,
         "block_count": layers,
@@ -80,7 +80,7 @@ def keys_of(architecture: str, layers: int, head: int) -> dict[str, Any]:
 
 
 def shapes_of(architecture: str, layers: int, head: int, experts: bool) -> dict[str, tuple[int, ...]]:
-    """By the names of the tensors without .weight."""
+    """Shapes by tensor name without .weight."""
     query, key = HEADS * head, KV_HEADS * head
     norms = {"attn_norm": HIDDEN, "ffn_norm": HIDDEN}
     layer: dict[str, tuple[int, ...]] = {}
@@ -104,7 +104,7 @@ def shapes_of(architecture: str, layers: int, head: int, experts: bool) -> dict[
 
 
 def draw_weights(shape: tuple[int, ...], name: str) -> npt.NDArray[np.float32]:
-    """Numbers that bfloat16 has, so that no converter rounds them, by the name; those of a norm are around 1."""
+    """Numbers that bfloat16 represents, seeded by the name; a norm's are around 1."""
     generator = np.random.default_rng(zlib.crc32(name.encode()))
     if len(shape) == 1:
         return (1 + generator.integers(-16, 17, shape) / 64).astype(np.float32)
@@ -124,9 +124,10 @@ def write_gguf(
     layers: int | None = None,
     head: int = HEAD,
 ) -> None:
-    """A random model with a tokenizer; `change` gives tensors another shape, or None to leave one out; `quantized`
-    gives those of such names a type; `keys` are added or, if None, left out; `more` are further tensors. In `parts`,
-    the path is that of the first."""
+    """A random model with a tokenizer. `change`: another shape, or None to leave a tensor out. `quantized`: types by
+    name. `keys`: added, or left out if None. `more`: further tensors. `parts`: a split model; the path is the first
+    part's.
+    """
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(path, architecture)
     layers = layers or number_of_layers(architecture)

@@ -1,6 +1,6 @@
-"""A worker without its service, stepped by hand, and the oracle that it is held against: transformers, in float32.
+"""A worker without its service, stepped by hand, and its oracle: transformers in float32.
 
-The worker computes on a GPU where there is one; native networks replay CUDA graphs there, as they do when they serve.
+On a GPU if there is one, where native networks replay CUDA graphs.
 """
 
 from array import array
@@ -42,8 +42,8 @@ def load_runner(
     *,
     batch_invariant: bool = False,
 ) -> ModelRunner:
-    """A runner over a pool that is NaN wherever nothing was stored; graphs: where there can be some; ranks: of native
-    networks alone; room: for adapters; cache_dtype: of the pool, if it is another; batch_invariant: of native networks.
+    """A runner over a pool that is NaN where nothing was stored. `graphs`: where possible. `ranks`, `batch_invariant`:
+    native networks only. `room`: for adapters. `cache_dtype`: the pool's, if different.
     """
     checkpoint = Checkpoint(path)
     config = read_config(checkpoint.config)
@@ -71,13 +71,11 @@ def load_runner(
 
 
 def make_nan(blocks: Tensor) -> None:
-    """Of 8 bits: the bytes of scales that are NaN."""
+    """8-bit caches have NaN scales."""
     blocks.fill_(-1 if blocks.dtype is torch.int8 else float("nan"))
 
 
 class SteppedWorker:
-    """A session and a runner."""
-
     def __init__(self, runner: ModelRunner, limits: Limits = LIMITS) -> None:
         self.runner = runner
         self.session = Session(1, limits)
@@ -92,11 +90,10 @@ class SteppedWorker:
         )
 
     def execute(self, step: SchedulerOutput) -> ModelOutput:
-        """Compute a given step."""
         return self._compute(step, self.session.apply(step))
 
     def verify(self, guesses: Mapping[int, Sequence[int]]) -> ModelOutput:
-        """Compute the next token of each of these sequences, and its guesses behind it."""
+        """Compute the next token of each sequence, and its drafts."""
         self.step_id += 1
         rooms = tuple(map(len, guesses.values()))
         step = SchedulerOutput(
@@ -136,7 +133,7 @@ class SteppedWorker:
 
 
 class Oracle:
-    """A checkpoint's network as transformers computes it."""
+    """A checkpoint in transformers."""
 
     def __init__(self, path: Path, dtype: torch.dtype = torch.float32) -> None:
         from transformers import AutoModelForCausalLM

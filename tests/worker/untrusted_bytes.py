@@ -1,4 +1,4 @@
-"""What a reader of headers promises whatever the bytes are: an answer or one sentence, in memory that fits the file."""
+"""The promise of a reader of untrusted headers: a result or a one-sentence error, in memory that fits the file."""
 
 import io
 import tempfile
@@ -13,12 +13,11 @@ from pagewire_common.start_error import StartError
 Header = TypeVar("Header")
 
 _MADE_UP = 1 << 28
-"""Bytes. Imports and other threads, whose memory is traced too, take some of 2^20; a number made up in a header that
-were believed would take 2^31 and more."""
+"""Bytes. Imports and other threads are traced too (some of 2^20); a made-up number from a header would take 2^31."""
 
 
 class _WatchedFile(io.FileIO):
-    """Fails the assertion if it is asked for more bytes than it has left, or for any byte twice."""
+    """Fails if more bytes are read than are left, or any byte twice."""
 
     def read(self, size: int | None = -1) -> bytes:
         left = Path(str(self.name)).stat().st_size - self.tell()
@@ -34,7 +33,7 @@ class _WatchedFile(io.FileIO):
 
 
 def read_untrusted(read: Callable[[Path], Header], content: bytes) -> Header | None:
-    """What `read` makes of a file with this content; None where it refuses it by a sentence."""
+    """The header of a file with this content, or None if it is refused by a sentence."""
     with tempfile.NamedTemporaryFile() as stream:
         stream.write(content)
         stream.flush()

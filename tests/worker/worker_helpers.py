@@ -1,4 +1,4 @@
-"""Short ways to say what the scheduler says, in the worker's own types."""
+"""Short constructors of the worker's own types."""
 
 from array import array
 from collections.abc import Sequence
@@ -20,7 +20,6 @@ LIMITS = Limits(
 
 
 def tokens(values: Sequence[int]) -> "array[int]":
-    """An array of token ids or block numbers."""
     return array(TOKENS, values)
 
 
@@ -42,7 +41,6 @@ def new_sequence(
     num_prompt_tokens: int | None = None,
     **sampling: Any,
 ) -> NewSequence:
-    """A new sequence in the worker's own type."""
     prompt = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
     return NewSequence(
         sequence_id, tokens(token_ids), prompt, num_computed_tokens, tokens(block_ids), SamplingParams(**sampling)
@@ -50,7 +48,7 @@ def new_sequence(
 
 
 def mask_of(follower: Follower, work: Work) -> bytes:
-    """What may follow where nothing is guessed, once the form is compiled and all is read."""
+    """The mask without drafts, once the form is compiled and the output parsed."""
     (answer,) = follower.do([work])
     while HEAD.unpack_from(answer)[-1]:
         (answer,) = follower.do([work._replace(form="", token_ids=[])])

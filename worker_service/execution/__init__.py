@@ -1,5 +1,1 @@
-"""Computes steps on the device: moves of blocks, the forward pass and sampling. The package also measures and allocates
-memory.
-
-The package `models` defines the networks, `loading` reads weights, and `serving` determines the order of steps.
-"""
+"""Computes steps on the device, and allocates its memory. The package `serving` determines the order of steps."""

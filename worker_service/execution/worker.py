@@ -1,7 +1,4 @@
-"""Loads a worker: the model with its KV cache on a device, and the properties of the model.
-
-The thread that owns the device loads the model, and later computes the steps.
-"""
+"""Loads a worker: the model with its KV cache on a device, and the model's properties."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,10 +33,8 @@ class Worker:
 
 
 def load_worker(settings: WorkerSettings) -> Worker:
-    """Find, load and measure the model, and allocate the KV cache. Raises StartError if the worker cannot start.
-
-    If a worker has several ranks, all of them call this function, and each loads its part of the model.
-    """
+    """Find, load and measure the model, and allocate the KV cache. Raises StartError. Every rank calls this function,
+    and loads its part."""
     device = choose_device(settings)
     set_threads(settings)
     ranks = join_ranks(settings.tensor_parallel_size, device)
@@ -59,11 +54,11 @@ def load_worker(settings: WorkerSettings) -> Worker:
 
 def _load(loader: Loader) -> Worker:
     target = loader.target
-    # The weights are checked first, so that errors are found before memory is allocated for the weights.
+    # Errors are found before memory is allocated for the weights.
     stage("checking weights")
     check_room_for_weights(target.device, target.dtype, loader.check(), target.ranks)
     stage("fingerprinting weights")
-    # A draft model is not part of the fingerprint, because drafts do not change an output.
+    # A draft model is not included, because drafts do not change an output.
     fingerprint = target.fingerprint() if target.ranks.rank == 0 else ""
     stage("loading weights")
     loader.load()

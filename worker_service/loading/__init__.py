@@ -1,5 +1,1 @@
-"""Finds a model's folder by the model's name, and reads its weights. Checkpoints, GGUF files and tokenizer files are
-checked before use.
-
-The package `worker_service.models` defines what each tensor is used for.
-"""
+"""Finds a model's folder by name, checks its files and reads its weights."""

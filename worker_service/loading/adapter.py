@@ -1,9 +1,5 @@
-"""Reads and checks a low-rank adapter in PEFT's format: adapter_config.json and adapter_model.safetensors.
-
-An adapter adds `scaling * B @ A` to the weights of some projections. Matrix A maps a projection's inputs to `rank`
-inner units, and matrix B maps the inner units to outputs (LoRA; Hu et al., 2021). An adapter that changes the model in
-any other way is refused.
-"""
+"""Reads and checks a low-rank adapter in PEFT's format (LoRA; Hu et al., 2021). An adapter adds `scaling * B @ A` to
+the weights of projections. Adapters with any other effect are refused."""
 
 import json
 import math
@@ -23,12 +19,10 @@ from worker_service.parallel.cut import Cut
 from worker_service.wording import shown
 
 WEIGHTS = "model.safetensors"
-"""File name of an adapter's weights."""
 _PLAIN_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 """Values of init_lora_weights that leave the base model's weights unchanged."""
 _LARGEST = 1e6
-"""Maximum value of an adapter's `lora_alpha`. With a larger `lora_alpha`, rounding errors dominate the scaled
-weights."""
+"""Maximum of `lora_alpha`; above it, rounding errors dominate the scaled weights."""
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 _REFUSED = {
     "use_dora": "DoRA, which scales the whole weights",
@@ -43,41 +37,34 @@ _REFUSED = {
     "arrow_config": "a choice between adapters for each token (Arrow)",
     "velora_config": "compressed inputs (VeLoRA)",
 }
-"""Keys of unsupported features, each with the feature's name for the error message."""
+"""Keys of unsupported features, with names for the error message."""
 _WITHOUT_EFFECT = frozenset({
     "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
     "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config",
     "megatron_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern",
     "revision", "target_modules", "task_type", "unsloth_fixed", "unsloth_version",
 })  # fmt: skip
-"""Keys of adapter_config.json that are ignored. Some of these keys describe initialisation and training. Other ignored
-keys repeat the projections and ranks, which the adapter's tensors show."""
+"""Ignored keys of adapter_config.json: training settings, and facts that the tensors show."""
 _READ = frozenset({"alpha_pattern", "bias", "fan_in_fan_out", "init_lora_weights", "lora_alpha", "use_rslora"})
 
 
 class AdapterError(Exception):
-    """Raised if an adapter cannot be used with this model. The error's message gives the reason."""
+    """Raised if this model cannot use an adapter."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter in host memory. `halves` maps the name of each projection to A [rank, inputs] and scaled B [outputs,
-    rank]."""
+    """An adapter in host memory. `halves`: A [rank, inputs] and scaled B [outputs, rank] by projection."""
 
     halves: Mapping[str, tuple[Tensor, Tensor]]
 
     def part(self, cuts: Mapping[str, Cut]) -> "Adapter":
-        """The part of the adapter that a tensor-parallel rank needs.
-
-        cuts: the rank's part of each weight, by the weight's name in a checkpoint. If `cuts` has no entry for a
-        projection, the rank needs the whole of A and B.
-        """
+        """The part for one tensor-parallel rank. cuts: by weight name; projections without a cut stay whole."""
         found = {name: (cuts.get(f"{name}.weight"), pair) for name, pair in self.halves.items()}
         return Adapter({name: pair if cut is None else cut.of_halves(*pair) for name, (cut, pair) in found.items()})
 
     def pieces(self, num_bytes: int) -> Iterator["Adapter"]:
-        """Splits the adapter into pieces of whole projections, each of at most `num_bytes`. A single projection that is
-        larger than `num_bytes` is a piece by itself."""
+        """Split into pieces of whole projections. A piece has at most `num_bytes`, or a single projection."""
         piece, size = dict[str, tuple[Tensor, Tensor]](), 0
         for name, (a, b) in self.halves.items():
             if piece and size + a.nbytes + b.nbytes > num_bytes:
@@ -95,12 +82,8 @@ class Adapter:
 def read_adapter(
     config: bytes, folder: Path, shapes: Mapping[str, tuple[int, int]], max_rank: int, dtype: torch.dtype
 ) -> Adapter:
-    """Read an adapter. `config` is the content of adapter_config.json, and the file `WEIGHTS` in `folder` contains the
-    weights. Raises AdapterError.
-
-    shapes: number of outputs and inputs of each projection that can have an adapter, by the projection's name in a
-    checkpoint.
-    """
+    """`config`: content of adapter_config.json; `folder` contains `WEIGHTS`. Raises AdapterError. shapes: outputs and
+    inputs of each projection that can have an adapter, by its name in a checkpoint."""
     fields = _read_config(config)
     try:
         tensors = read_header(folder / WEIGHTS).tensors
@@ -140,7 +123,7 @@ def _read_config(content: bytes) -> dict[str, Any]:
     if fields.get("bias", "none") != "none":
         raise AdapterError("adapter_config.json: bias must be none")
     if fields.get("fan_in_fan_out"):
-        raise AdapterError("adapter_config.json: fan_in_fan_out is for weights that are stored the other way round")
+        raise AdapterError("adapter_config.json: fan_in_fan_out (transposed weights) is not supported")
     for name, value in fields.items():
         if value and name not in _WITHOUT_EFFECT | _READ | _REFUSED.keys():
             raise AdapterError(
@@ -160,7 +143,7 @@ def _check_tensors(
     shapes: Mapping[str, tuple[int, int]],
     max_rank: int,
 ) -> dict[str, tuple[str, str]]:
-    """Check the adapter's tensors, and return the names of the tensors A and B for each projection."""
+    """Returns the names of A and B for each projection."""
     halves: dict[str, dict[str, str]] = {}
     for name in tensors:
         found = _NAME.fullmatch(name)
@@ -172,7 +155,7 @@ def _check_tensors(
     pairs = {}
     for module, pair in halves.items():
         if module not in shapes:
-            raise AdapterError(f"it is for {shown(module)}, and this model has no adapters there")
+            raise AdapterError(f"this model has no adapters for {shown(module)}")
         if len(pair) < 2:
             raise AdapterError(f"{module} has lora_{next(iter(pair))} alone")
         (outputs, inputs), rank = shapes[module], (tensors[pair["A"]].shape or (0,))[0]
@@ -190,7 +173,7 @@ def _check_tensors(
 
 
 def _scaling(module: str, rank: int, fields: Mapping[str, Any]) -> float:
-    """PEFT's scaling factor: alpha / rank, or alpha / sqrt(rank) if the adapter uses rsLoRA. (Kalajdzievski, 2023.)"""
+    """PEFT's scaling factor: alpha / rank, or alpha / sqrt(rank) for rsLoRA (Kalajdzievski, 2023)."""
     alpha = _of_module(module, fields.get("alpha_pattern") or {}, fields["lora_alpha"])
     if not _is_number(alpha):
         raise AdapterError(f"adapter_config.json: alpha_pattern has {shown(alpha)}, which is not a number")
@@ -198,8 +181,7 @@ def _scaling(module: str, rank: int, fields: Mapping[str, Any]) -> float:
 
 
 def _of_module(module: str, pattern: Mapping[str, Any], default: Any) -> Any:
-    """The value of the first key in `pattern` that is the end of the module's name, or `default` if there is none. A
-    key that is a regular expression is refused."""
+    """The value of the first key that ends the module's name. Regular expressions are refused."""
     for name, value in pattern.items():
         if re.search(r"[^\w.]", name):
             raise AdapterError(f"adapter_config.json: {shown(name)} is a pattern, and only names are supported")

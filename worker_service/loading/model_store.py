@@ -1,9 +1,5 @@
-"""Finds the directory of a model, or creates it in the cache. The model's name is `default`, a folder, a GGUF file, or
-a name on the Hugging Face hub.
-
-The directory is always in Hugging Face's layout, with config.json and, if requested, weights as safetensors. No code
-from the directory is run.
-"""
+"""Finds a model by name (`default`, a folder, a GGUF file, or a name on the Hugging Face hub), or creates its directory
+in the cache, in Hugging Face's layout. No code from the directory is run."""
 
 import hashlib
 import os
@@ -23,25 +19,19 @@ from worker_service.loading.gguf.file import find_parts, model_name
 log = structlog.get_logger()
 
 _HUB_FILES = ["*.json", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt"]
-"""Patterns of the files that are downloaded from the hub. The files contain only data: pickles and code are not
-downloaded."""
+"""Files to download: data only, no pickles and no code."""
 _HUB_WEIGHTS = ["*.safetensors"]
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that has been found: its name and its folder."""
-
     model_id: str
     path: Path
 
 
 def find_model(model: str, cache: Path, *, with_weights: bool = True) -> ModelSource:
-    """Find the directory of `model`. If needed, the model is downloaded or converted into `cache`. Raises StartError if
-    there is no such model.
-
-    with_weights: whether weights are downloaded, too, if the model is on the Hugging Face hub.
-    """
+    """Download or convert into `cache` if needed. Raises StartError if there is no such model. with_weights: whether to
+    download weights from the hub."""
     if model == "default":
         return ModelSource(model, build_once(_converted_folder(cache, GGUF_SHA256), build_default_model))
     path = Path(os.path.expanduser(model))
@@ -63,7 +53,7 @@ def _convert(file: Path, cache: Path) -> Path:
         log.info("converting from GGUF, once", file=str(file))
         convert_gguf(file, folder)
         for part, version in zip(parts, versions, strict=True):
-            check_unchanged(part, version)  # if the file has changed, the model does not match the digest
+            check_unchanged(part, version)  # a changed file would not match the digest
 
     versions = [version_of(part) for part in parts]
     digest = hashlib.sha256()
@@ -85,8 +75,8 @@ def _download(name: str, cache: Path, files: list[str]) -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=files, cache_dir=cache / "hub"))
-    except Exception as error:  # the hub's client may raise its own errors, HTTP errors or OSError
+    except Exception as error:  # the hub's client raises errors of many types
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise StartError(
-            f"'{name}' is no file or folder here, and cannot be had from the Hugging Face hub: {reason}"
+            f"'{name}' is no file or folder here, and cannot be downloaded from the Hugging Face hub: {reason}"
         ) from error

@@ -1,9 +1,5 @@
-"""Reads the pooling settings of a model in the format of sentence-transformers. The settings are in modules.json and in
-the files that modules.json names.
-
-A known key is used, or must have a value without effect, or is ignored for a reason that its comment gives. An unknown
-key raises a StartError that names the file, because the key could change the vectors.
-"""
+"""Reads pooling settings in the format of sentence-transformers: modules.json and the files that it names. Unknown keys
+are refused with a StartError, because they could change the vectors."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +12,7 @@ from worker_service.loading.files.json_file import read_any_json, read_json
 from worker_service.wording import shown
 
 _MODES = {"cls": "CLS", "mean": "MEAN", "lasttoken": "LAST"}
-"""Names of pooling types in sentence-transformers, each with the pooling type's name in `PoolingType`."""
+"""sentence-transformers' names of pooling types, with those of `PoolingType`."""
 _FLAGS = {
     "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max", "pooling_mode_mean_tokens": "mean",
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "pooling_mode_lasttoken": "lasttoken",
@@ -24,7 +20,7 @@ _FLAGS = {
 }  # fmt: skip
 _MAX_BYTES = 1 << 20
 _MAX_MODULES = 8
-"""Maximum number of entries in modules.json."""
+"""Entries of modules.json."""
 _PACKAGE = "sentence_transformers."
 _PLAIN = ("Transformer", "Pooling")
 _NORMALIZED = (*_PLAIN, "Normalize")
@@ -33,8 +29,7 @@ _OF_THE_NETWORK = tuple(
     f"sentence_{kind}_config.json" for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta",
     "xlnet")
 )  # fmt: skip
-"""Possible names of the file with the settings of the network. Old releases of sentence-transformers wrote the
-network's family into the file's name. The first of these files that exists is used."""
+"""Files with the network's settings; old releases put the family into the name. The first that exists is used."""
 _ARGUMENTS = ("config_args", "config_kwargs", "model_args", "model_kwargs", "processor_kwargs", "tokenizer_args")
 _SAY_NOTHING: Mapping[str, tuple[object, ...]] = {
     "document_length": (None,),
@@ -45,7 +40,7 @@ _SAY_NOTHING: Mapping[str, tuple[object, ...]] = {
     "tokenizer_name_or_path": (None, ""),
     "transformer_task": (None, "feature-extraction"),
     "module_output_name": (None, "token_embeddings"),
-    "unpad_inputs": (None, True, False),  # this key changes only the layout of a batch
+    "unpad_inputs": (None, True, False),  # changes only the layout of a batch
     **dict.fromkeys(_ARGUMENTS, (None, {}, {"trust_remote_code": True}, {"trust_remote_code": False})),
 }
 _OF_A_CLASSIFIER = {"transformer_task": (None, "sequence-classification"), "module_output_name": (None, "scores")}
@@ -54,12 +49,12 @@ _TEXT_METHODS = tuple({"method": "forward", "method_output_name": output} for ou
 
 @dataclass(frozen=True)
 class SentenceSettings:
-    """The pooling settings of a model, which requests use as defaults.
+    """A model's pooling settings, the defaults of requests.
 
-        `pooling`      the name of a `PoolingType`.
-        `max_length`   the maximum number of tokens of an input; None if the folder sets no limit.
+        `pooling`      name of a `PoolingType`.
+        `max_length`   maximum of an input's tokens; None without a limit.
 
-    If `normalizes` is true, vectors are scaled to length 1.
+    If `normalizes`, vectors are scaled to length 1.
     """
 
     pooling: str
@@ -70,11 +65,8 @@ class SentenceSettings:
     def read(
         cls, folder: Path, otherwise: str, config: Mapping[str, Any] | None = None, num_labels: int = 0
     ) -> "SentenceSettings":
-        """Read the pooling settings of a model's folder. If the folder has no modules.json, the pooling type is
-        `otherwise`, and vectors are scaled to length 1. Raises StartError.
-
-        config: the content of config.json; num_labels: the number of a classifier's classes, or 0 for other networks.
-        """
+        """Without modules.json: the pooling type `otherwise`, vectors of length 1. Raises StartError. config: content
+        of config.json; num_labels: classes of a classifier, otherwise 0."""
         sentences = read_json(folder / FILE) if (folder / FILE).is_file() else {}
         SentenceConfig.read(config or {}, sentences, num_labels)  # also checks what the scheduler reads
         file = folder / "modules.json"
@@ -84,10 +76,10 @@ class SentenceSettings:
         names = tuple(_name(module) for module in modules)
         supported = (("Transformer",),) if num_labels else (_PLAIN, _NORMALIZED)
         if names not in supported:
-            what = ", ".join(map(shown, names)) or "nothing"
+            what = ", ".join(map(shown, names))
             raise StartError(
-                f"{file} has texts go through {what}; supported are "
-                f"{'Transformer alone, of a classifier' if num_labels else _SUPPORTED}"
+                f"{file} lists the modules [{what}]; supported are "
+                f"{'Transformer alone, for a classifier' if num_labels else _SUPPORTED}"
             )
         network, *others = [module.get("path", "") for module in modules]
         if network != "":
@@ -114,8 +106,8 @@ def _modules(file: Path) -> list[dict[str, Any]]:
 
 
 def _name(module: Mapping[str, Any]) -> str:
-    """The class name of an entry in modules.json, without the name of the Python module, which differs between
-    releases. Classes of other packages than sentence-transformers are refused, because their code is never run."""
+    """The class name without its module, which differs between releases. Other packages' classes keep theirs, and so
+    are refused."""
     kind = module.get("type")
     return kind.rpartition(".")[2] if isinstance(kind, str) and kind.startswith(_PACKAGE) else str(kind)
 
@@ -165,12 +157,12 @@ def _max_length(folder: Path, *, is_classifier: bool) -> int | None:
 def _refuse_unknown(
     file: Path, found: Mapping[str, Any], known: Sequence[str], say_nothing: Mapping[str, tuple[object, ...]]
 ) -> None:
-    """Raise StartError if a settings file has an unknown key, or a key with a value that may have an effect."""
+    """Raise StartError for an unknown key or a value with an effect."""
     for key, value in found.items():
         if key in known:
             continue
         if key not in say_nothing:
-            raise StartError(f"{file} says {shown(key)} = {shown(value)}, which is not known and may change vectors")
+            raise StartError(f"{file} has {shown(key)} = {shown(value)}, which is unknown and may change vectors")
         if not any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in say_nothing[key]):
             neutral = " or ".join(shown(other) for other in say_nothing[key] if other is not None) or "null"
             raise StartError(f"{file}: {key} is {shown(value)}, which is not supported; it must be {neutral}")

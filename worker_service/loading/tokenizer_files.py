@@ -1,5 +1,4 @@
-"""Finds and checks the files of a model's tokenizer. The worker sends these files to the scheduler, which loads the
-tokenizer from them."""
+"""Finds and checks the tokenizer files, which the worker sends to the scheduler."""
 
 import hashlib
 from collections.abc import Iterator
@@ -28,12 +27,8 @@ _PIECE_BYTES = 1 << 20
 
 
 def find_tokenizer_files(path: Path, cache: Path, *, may_lack: bool = False) -> list[Path]:
-    """Returns the files of a Hugging Face directory from which a tokenizer is loaded: all files in NAMES that exist.
-
-    If the directory has a tokenizer in an older format and no tokenizer.json, the tokenizer is converted, and the
-    result is stored in `cache`. Raises StartError if there is no tokenizer and `may_lack` is false. A request to a
-    model without a tokenizer must contain token ids in place of text.
-    """
+    """All files in NAMES that exist. An older tokenizer is converted to tokenizer.json in `cache`. Raises StartError if
+    there is no tokenizer, unless `may_lack`: requests then contain token ids in place of text."""
     files = {name: path / name for name in NAMES if (path / name).is_file()}
     if "tokenizer.json" not in files:
         if may_lack and not _has_older_tokenizer(path):
@@ -44,12 +39,8 @@ def find_tokenizer_files(path: Path, cache: Path, *, may_lack: bool = False) -> 
 
 
 def vocabulary(files: list[Path]) -> dict[str, int]:
-    """Returns the id of each token, including added tokens. The result is empty if there is no tokenizer. Raises
-    StartError.
-
-    tokenizer.json is parsed as plain JSON, because the tokenizers library is slower: with 262,000 tokens, the library
-    uses 1.9 s of CPU time, and the JSON parser 0.8 s.
-    """
+    """Ids of all tokens, including added ones; empty without a tokenizer. Raises StartError. Parsed as plain JSON: for
+    262,000 tokens 0.8 s of CPU time, against 1.9 s with the tokenizers library."""
     file = next((file for file in files if file.name == "tokenizer.json"), None)
     if file is None:
         return {}
@@ -66,19 +57,17 @@ def vocabulary(files: list[Path]) -> dict[str, int]:
 
 
 def check_tokenizer(files: list[Path], vocabulary_size: int) -> None:
-    """Raise StartError for a tokenizer that no scheduler can load for a model with `vocabulary_size` tokens."""
+    """Raise StartError if the scheduler could not load the tokenizer for this model."""
     TokenizerConfig.read({file.name: file for file in files})
     check_ids(vocabulary(files), vocabulary_size, "the model")
 
 
 def eos_token_id(files: list[Path]) -> int | None:
-    """The id of the tokenizer's end-of-sequence token."""
     return TokenizerConfig.read({file.name: file for file in files}).token_id("eos_token", vocabulary(files).get)
 
 
 def read_pieces(files: list[Path]) -> Iterator[tuple[str, bytes]]:
-    """Yield the files' contents in pieces of at most 1 MiB, each with the file's name. For an empty file, one empty
-    piece is yielded."""
+    """Yield file names and pieces of at most 1 MiB; one empty piece for an empty file."""
     for file in files:
         with open(file, "rb") as stream:
             piece = stream.read(_PIECE_BYTES)
@@ -95,22 +84,21 @@ def _has_older_tokenizer(path: Path) -> bool:
 
 def _convert(path: Path, cache: Path) -> Path:
     if not _has_older_tokenizer(path):
-        raise StartError(f"{path} has no tokenizer: there is no tokenizer.json and nothing to make one of")
+        raise StartError(f"{path} has no tokenizer: there is no tokenizer.json, and no older format to convert")
 
     def build(folder: Path) -> None:
         from transformers import AutoTokenizer
 
         try:
             AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True).save_pretrained(folder)
-        except Exception as error:  # the loader in transformers may raise any error
+        except Exception as error:  # transformers may raise any error
             raise StartError(
                 f"the tokenizer in {path} cannot be converted to tokenizer.json: {reason(error)}"
             ) from error
         if not (folder / "tokenizer.json").is_file():
-            raise StartError(f"the tokenizer in {path} has no form as tokenizer.json")
+            raise StartError(f"the tokenizer in {path} cannot be saved as tokenizer.json")
 
-    # All text files in the folder are hashed, because transformers also reads added tokens, special tokens and the
-    # model type from files besides the tokenizer's.
+    # All text files: transformers also reads added tokens, special tokens and the model type from other files.
     digest = hashlib.sha256()
     for file in sorted(file for file in path.iterdir() if file.suffix in _TEXTS and file.is_file()):
         content = file.read_bytes()

@@ -1,1 +1,1 @@
-"""The neural networks that a worker can run, and the readers of their config.json."""
+"""The networks that a worker can run, and the readers of their config.json."""

@@ -1,5 +1,4 @@
-"""Interfaces that the worker uses to call a network. Native networks and networks in transformers' code implement the
-same interfaces."""
+"""Interfaces of the networks that a worker runs, native or in transformers' code."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -13,16 +12,14 @@ from worker_service.models.layers.linear import NONE_QUANTIZED, Quantization, Qu
 
 
 def widest(windows: Iterable[int | None]) -> int | None:
-    """The largest sliding window of all layers; None if a layer has no window. `windows` contains the window of each
-    layer."""
+    """The largest of the layers' windows; None if a layer has no window."""
     known = list(windows)
     return None if None in known else max(window for window in known if window is not None)
 
 
 @dataclass(frozen=True)
 class AdapterPlace:
-    """Where the adapters of one projection are stored: part number `part` of the adapter weights of a linear layer with
-    fused projections."""
+    """A projection's place for adapters: part number `part` of a linear layer with fused projections."""
 
     weights: LoraWeights
     part: int
@@ -33,13 +30,11 @@ class AdapterPlace:
 
 
 Fill = Callable[[Mapping[str, Tensor]], None]
-"""A function that copies tensors of a checkpoint to their places in memory. The mapping's keys are the tensors' names
-in the checkpoint."""
+"""Copies checkpoint tensors, by name, to their places in memory."""
 
 
 class ModelConfig(Protocol):
-    """The sizes of a network. From these sizes, the worker derives the shape of the KV cache and the limits of a
-    step."""
+    """A network's sizes, which determine the shape of the KV cache and the limits of a step."""
 
     @property
     def vocabulary_size(self) -> int: ...
@@ -50,7 +45,7 @@ class ModelConfig(Protocol):
 
     @property
     def num_layers(self) -> int:
-        """Number of layers whose keys and values are in the KV cache; 0 for an encoder."""
+        """Layers in the KV cache; 0 for an encoder."""
 
     @property
     def num_kv_heads(self) -> int: ...
@@ -63,47 +58,35 @@ class ModelConfig(Protocol):
 
     @property
     def sliding_window(self) -> int | None:
-        """The largest sliding window of all layers, in tokens; None if a layer has no window. The size of a window
-        includes the query token itself."""
+        """The largest window of all layers, in tokens including the query; None if a layer has no window."""
 
     @property
     def tied(self) -> Mapping[str, str]:
-        """Tied tensors by name. The value is the name of the tensor that is used if the checkpoint lacks the tied
-        tensor."""
+        """Tied tensors, each with the tensor to use if the checkpoint lacks it."""
 
     def untied(self, own: frozenset[str]) -> Self:
-        """A copy of this configuration for a checkpoint that has separate values for the tied tensors in `own`."""
+        """A copy for a checkpoint with separate values for the tied tensors in `own`."""
 
     @property
     def ignored_tensors(self) -> Collection[str]:
-        """Regular expressions for the names of checkpoint tensors that the networks of this model family do not use."""
+        """Patterns for names of checkpoint tensors that this family does not use."""
 
 
 class Loadable(Protocol):
-    """A network whose weights are loaded from a checkpoint into the memory of a device."""
-
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """The network's tensors that must be filled from a checkpoint, by the tensors' names in the checkpoint."""
+        """The tensors to fill, by their names in a checkpoint."""
 
     def pack(self, quantization: Quantization = "none", quantized: Quantized = NONE_QUANTIZED) -> None:
-        """Prepare the weights for forward passes: quantise the weights as requested, or use the quantised weights in
-        `quantized`.
-
-        `pack` is called once. Before the call, all tensors of `checkpoint_tensors` that are not on the meta device must
-        be filled. Raises ValueError if weights cannot be quantised as requested.
-        """
+        """Quantise the weights, or use those in `quantized`. Raises ValueError if impossible. Called once, after all
+        tensors of `checkpoint_tensors` off the meta device have been filled."""
 
     def allocate_adapters(self, num_slots: int, max_rank: int) -> dict[str, AdapterPlace]:
-        """Allocate memory for `num_slots` adapters of rank up to `max_rank`. `allocate_adapters` is called at most
-        once, before `pack`.
-
-        Returns where the adapters of each projection are stored, by the projection's name in a checkpoint. The result
-        is empty if the network does not support adapters.
-        """
+        """Allocate memory for adapters, at most once and before `pack`. Returns the places by projection name in a
+        checkpoint; empty if the network does not support adapters."""
 
 
 class CausalModel(Loadable, Protocol):
-    """A network for generation, in which a token attends only to itself and to earlier tokens."""
+    """A network for generation: tokens attend to themselves and to earlier tokens."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -117,18 +100,10 @@ class CausalModel(Loadable, Protocol):
         cache: Tensor,
         adapter_slots: Tensor | None = None,
     ) -> Tensor:
-        """Run a forward pass over the tokens of a step, and store the tokens' keys and values in the cache. Returns
-        hidden states, [num_tokens, hidden_size].
-
-        token_ids, positions and slots are [num_tokens] int64. cache is [num_blocks, num_layers, 2, block_size,
-        num_kv_heads, head_dim]. adapter_slots is [num_tokens] int32, the slot of each token's adapter, or a negative
-        number for a token without an adapter. adapter_slots is None if no token of the step has an adapter.
-        """
+        """Compute a step's hidden states [num_tokens, hidden_size], and store keys and values in the cache. token_ids,
+        positions, slots: [num_tokens] int64. cache: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim].
+        adapter_slots: [num_tokens] int32, negative without adapter; None if no token has an adapter."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits from hidden states. hidden is [rows, hidden_size] from `forward`. Returns [rows,
-        vocabulary_size] float32.
-
-        Logits are float32, because bf16 is too coarse. In bf16, logits between 16 and 32 would be multiples of 0.125,
-        so several tokens would share the maximum.
-        """
+        """hidden: [rows, hidden_size] from `forward`. Returns [rows, vocabulary_size]. float32, because bf16 logits
+        between 16 and 32 are multiples of 0.125: several tokens would share the maximum."""

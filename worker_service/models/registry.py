@@ -1,5 +1,4 @@
-"""Chooses the code that runs a checkpoint's network. The native decoder runs the families that it supports;
-transformers' code runs other families."""
+"""Chooses the code for a checkpoint's network: the native decoder for its families, otherwise transformers'."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -14,8 +13,7 @@ from worker_service.parallel.ranks import ALONE, Ranks
 from worker_service.wording import shown
 
 if TYPE_CHECKING:
-    # Modules that import transformers are imported only in functions that need them, because the import takes two
-    # seconds.
+    # Imports of transformers take two seconds, so they are inside the functions that need them.
     from worker_service.models.borrowed.config import TransformersConfig
     from worker_service.models.encoders.encoder import Encoder
     from worker_service.models.encoders.encoder_config import EncoderConfig
@@ -25,16 +23,13 @@ if TYPE_CHECKING:
 AnyConfig: TypeAlias = "DecoderConfig | EncoderConfig | EncoderDecoderConfig | TransformersConfig"
 
 ENCODERS = ("bert", "roberta", "xlm-roberta", "modernbert")
-"""Supported families of encoders. In an encoder, every token attends to earlier and later tokens. Encoders of other
-families need more inputs than tokens and positions."""
+"""Families of encoders. Others need more inputs than tokens and positions."""
 
 ENCODER_DECODERS = ("t5", "bart", "whisper")
-"""Supported families of encoder-decoders: networks with an encoder, and a decoder that attends to the encoder's
-output."""
 
 
 def read_config(json: Mapping[str, Any]) -> AnyConfig:
-    """Read the config.json of any family. Raises ValueError if the network is not supported."""
+    """Raises ValueError if the network is not supported."""
     family = json.get("model_type")
     if family is not None and not isinstance(family, str):
         raise ValueError(f"model_type is {shown(family)}; it must be the name of a family")
@@ -62,11 +57,8 @@ def build_model(
     batch_invariant: bool = False,
     fill: Fill | None = None,
 ) -> CausalModel:
-    """Build a network for generation without an encoder, with weights that are allocated but not filled.
-
-    ranks, batch_invariant and fill have an effect on native networks only. batch_invariant: see `ops_for`. fill: see
-    `Decoder`.
-    """
+    """A network for generation without an encoder, with weights unfilled. ranks, batch_invariant (see `ops_for`) and
+    fill (see `Decoder`) concern native networks only."""
     if isinstance(config, DecoderConfig):
         return Decoder(config, dtype, device, ranks, batch_invariant=batch_invariant, fill=fill)
     from worker_service.models.borrowed.model import TransformersModel
@@ -75,14 +67,14 @@ def build_model(
 
 
 def build_encoder(config: AnyConfig, dtype: torch.dtype, device: torch.device) -> "Encoder":
-    """Build an encoder, with weights that are allocated but not filled."""
+    """An encoder with weights unfilled."""
     from worker_service.models.encoders.encoder import Encoder
 
     return Encoder(config, dtype, device)  # type: ignore[arg-type]
 
 
 def build_encoder_decoder(config: AnyConfig, dtype: torch.dtype, device: torch.device) -> "EncoderDecoder":
-    """Build an encoder-decoder, with weights that are allocated but not filled."""
+    """An encoder-decoder with weights unfilled."""
     from worker_service.models.encoders.encoder_decoder import EncoderDecoder
 
     return EncoderDecoder(config, dtype, device)  # type: ignore[arg-type]

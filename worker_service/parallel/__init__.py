@@ -1,17 +1,15 @@
-"""Runs one worker on several devices, as N processes that are called ranks. Each rank stores a part of every weight, KV
-cache block and adapter.
+"""Runs one worker on several devices, as processes called ranks. Each rank stores a part of every weight, block and
+adapter.
 
-The first rank serves gRPC, broadcasts every step to the other ranks, and broadcasts adapters between steps. Every rank
-computes each step with its own parts of the weights and blocks, and the ranks all-reduce their results. If a rank dies,
-the launcher ends all ranks of the worker.
-"""
+The first rank serves gRPC and broadcasts steps and adapters. Every rank computes each step with its parts, and
+all-reduces combine the results. If a rank dies, the launcher ends all ranks."""
 
 import os
 
 LAUNCHER = "PAGEWIRE_LAUNCHER"
-"""The environment variable in which ranks find the process id of their launcher."""
+"""The environment variable with the process id of a rank's launcher."""
 
 
 def is_rank() -> bool:
-    """Whether this process was started as a rank of a worker, by pagewire's launcher or by torchrun."""
+    """Whether pagewire's launcher or torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ

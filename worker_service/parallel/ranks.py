@@ -1,10 +1,8 @@
-"""Communication between the ranks of a worker: all-reduce, all-gather, broadcast, and the exchange of numbers.
+"""Communication between the ranks of a worker.
 
-All ranks call every collective operation, in the same order. Numbers, steps and adapters are sent with Gloo. On GPUs,
-the tensors of a step's computation are sent with NCCL. Collective operations have no time limit, because the wait for
-the scheduler's next step may be long. If a rank dies, the launcher ends the other ranks, even if they wait in a
-collective operation.
-"""
+All ranks call every collective operation, in the same order. Numbers, steps and adapters are sent with Gloo, and on
+GPUs a step's tensors with NCCL. Operations have no time limit, because the next step may take long to arrive. If a rank
+dies, the launcher ends the other ranks."""
 
 import logging
 import os
@@ -25,29 +23,28 @@ log = logging.getLogger(__name__)
 
 _FOREVER = timedelta(days=365)
 _PACKET_BYTES = 4096
-"""Bytes of the first broadcast of a message; a longer message needs a second broadcast. A step that decodes 256
-sequences has less than 2 KB.
-"""
+"""Bytes of a message's first broadcast; longer messages need a second. A decode step of 256 sequences has less than 2
+KB."""
 _HEADER_BYTES = 24
 BETWEEN_STEPS = 0
-"""The epoch in the header of a message that is not a step. No session has this epoch."""
+"""The epoch of a message that is not a step. No session has this epoch."""
 
 
 class Ranks:
-    """One rank's connection to all ranks of its worker. If the worker has only one rank, nothing is sent."""
+    """One rank's connection to all ranks. With a single rank, nothing is sent."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Replace x by the sum of x over all ranks. The sum has the same bits in each rank. x: a contiguous tensor."""
+        """Replace x, a contiguous tensor, by its sum over all ranks, with the same bits in each."""
         if self.size > 1:
             dist.all_reduce(x)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Concatenate x of all ranks along the columns. x: shape [rows, columns]. Returns [rows, size * columns]."""
+        """Concatenate x, [rows, columns], of all ranks. Returns [rows, size * columns]."""
         if self.size == 1:
             return x
         if not len(x):
@@ -63,7 +60,7 @@ class Ranks:
         return x
 
     def gather_numbers(self, number: int) -> list[int]:
-        """Exchange one number. Returns the numbers of all ranks, in the order of the ranks."""
+        """Exchange one number. Returns the numbers in the order of the ranks."""
         if self.size == 1:
             return [number]
         numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
@@ -71,11 +68,9 @@ class Ranks:
         return [int(other) for other in numbers]
 
     def send(self, epoch: int, message: bytes, drafts: Sequence["array[int]"] = ()) -> None:
-        """Send a message from the first rank to all other ranks, of which at least one must exist. drafts: the drafts
-        of each chunk of a step.
+        """Send a message from the first rank to all others, of which at least one must exist.
 
-        epoch: the epoch of the step, or `BETWEEN_STEPS` if the message is not a step.
-        """
+        epoch: of the step, or `BETWEEN_STEPS`. drafts: of each chunk of a step."""
         drafted = (
             array("q", chain.from_iterable((len(draft), *draft) for draft in drafts)).tobytes() if any(drafts) else b""
         )
@@ -88,11 +83,10 @@ class Ranks:
                 dist.broadcast(torch.frombuffer(bytearray(rest), dtype=torch.uint8), 0)
 
     def receive(self) -> "tuple[int, bytes, list[array[int]]] | None":
-        """Wait for the next message of the first rank. Returns None if the first rank has ended.
+        """Wait for the next message: its epoch, the message, and the drafts of each chunk. None if the first rank has
+        ended.
 
-        The result is the message's epoch, the message, and the drafts of each chunk. The epoch is `BETWEEN_STEPS` if
-        the message is not a step. The list of drafts is empty if no chunk of the step has drafts.
-        """
+        The list of drafts is empty if no chunk has drafts."""
         packet = torch.empty(_PACKET_BYTES, dtype=torch.uint8)
         try:
             dist.broadcast(packet, 0)
@@ -111,12 +105,11 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A context for work that all ranks do together. An error in one rank ends its process, and so the whole
-        worker, because the rank could not take part in further collective operations.
+        """A context for work of all ranks. An error ends this rank's process, and so the worker, because the rank
+        cannot take part in further collective operations.
 
-        An InvalidStepError does not end the process, because all ranks raise this error for the same step, before any
-        rank waits for another rank.
-        """
+        InvalidStepError does not end the process, because all ranks raise the error for the same step, before waiting
+        for each other."""
         if self.size == 1:
             yield
             return
@@ -135,11 +128,7 @@ ALONE = Ranks(0, 1)
 
 
 def join_ranks(size: int, device: torch.device) -> Ranks:
-    """Connect this process with the other ranks of its worker. Returns when all ranks are connected. Raises StartError
-    if the number of started ranks is not `size`.
-
-    device: the device on which this rank computes.
-    """
+    """Connect this process with the other ranks. Raises StartError if the number of started ranks is not `size`."""
     if size == 1:
         return ALONE
     if (started := int(os.environ["WORLD_SIZE"])) != size:

@@ -1,5 +1,1 @@
-"""Serves the gRPC service WorkerService: starts and ends the worker's processes, manages sessions, and determines the
-order of steps.
-
-The package `execution` computes the steps.
-"""
+"""Serves the gRPC service WorkerService, manages sessions, and determines the order of steps."""

@@ -1,9 +1,5 @@
-"""Decides which call of TakeAdapter may load an adapter: only the newest call of the newest session, as long as pieces
-of the adapter arrive in time.
-
-A call that waits for the scheduler's next piece holds no lock. A call whose pieces do not arrive is ended by the next
-call of TakeAdapter, by a newer session, or by a timeout.
-"""
+"""Decides which call of TakeAdapter may load an adapter: only the newest call of the newest session, while pieces
+arrive in time. A waiting call holds no lock: the next call, a newer session or a timeout ends the waiting call."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -16,16 +12,16 @@ from pagewire.v1.worker_service_pb2 import TakeAdapterRequest
 from pagewire_common.calls.errors import RequestError
 
 STALL_SECONDS = 30.0
-"""Maximum seconds that a call waits for the next piece of an adapter. A piece has at most a few MiB."""
+"""Seconds that a call waits for the next piece of at most a few MiB."""
 MAX_SECONDS = 600.0
-"""Maximum seconds of a whole call of TakeAdapter, twice the time limit of the scheduler."""
+"""Seconds of a whole call, twice the scheduler's limit."""
 
 Pieces = AsyncIterator[TakeAdapterRequest]
 
 
 @dataclass(eq=False)
 class _Handing:
-    """The call of TakeAdapter that is loading an adapter."""
+    """The call that is loading an adapter."""
 
     epoch: int
     task: asyncio.Task[None]
@@ -33,30 +29,28 @@ class _Handing:
 
 
 class AdapterCalls:
-    """The calls of TakeAdapter and DropAdapter of one worker. `newest_epoch` returns the newest session's epoch."""
+    """The calls of TakeAdapter and DropAdapter of one worker."""
 
     def __init__(self, newest_epoch: Callable[[], int]) -> None:
         self._newest_epoch = newest_epoch
         self._handing: _Handing | None = None
 
     def check(self, epoch: int) -> int:
-        """Check the epoch that a call names. Returns the call's epoch, or the newest session's epoch if the call names
-        none. Raises RequestError with status ABORTED if the epoch is older than the newest session.
-        """
+        """The epoch that a call names, by default the newest. Raises RequestError with status ABORTED for an older
+        epoch."""
         newest = self._newest_epoch()
         if 0 < epoch < newest:
             raise _aborted(f"epoch {epoch} is over: this worker has served epoch {newest}")
         return epoch or newest
 
     async def take(self, pieces: Pieces, load: Callable[[Pieces], Coroutine[Any, Any, None]]) -> None:
-        """Run one call of TakeAdapter: pass its pieces to `load`. Raises RequestError, for example if another call or a
-        newer session ends this call.
-        """
+        """Pass the pieces of a call to `load`. Raises RequestError, for example if another call or a newer session ends
+        this call."""
         pieces = _in_time(pieces)
         first = await anext(pieces, None)
         epoch = self.check(first.epoch if first is not None else 0)  # checked before the current call is ended
         while self._handing is not None:
-            await self._end(self._handing, "another call hands an adapter over")
+            await self._end(self._handing, "another call of TakeAdapter has begun")
         epoch = self.check(epoch)  # a new session may have begun
         handing = _Handing(epoch, asyncio.create_task(load(_behind(first, pieces))))
         self._handing = handing
@@ -69,7 +63,7 @@ class AdapterCalls:
         handing.task.result()
 
     def end_older(self) -> None:
-        """End the current call of TakeAdapter if it belongs to an older session, because a new session has begun."""
+        """End the current call if it belongs to an older session."""
         if self._handing is not None and self._handing.epoch < (newest := self._newest_epoch()):
             self._cancel(self._handing, f"superseded by epoch {newest}")
 
@@ -85,9 +79,8 @@ class AdapterCalls:
 
 
 async def _in_time(pieces: Pieces) -> Pieces:
-    """Yield the pieces of a call as they arrive. Raises RequestError with status DEADLINE_EXCEEDED if a piece is late,
-    and with INVALID_ARGUMENT if a piece after the first has no data.
-    """
+    """Raises RequestError: DEADLINE_EXCEEDED if a piece is late, INVALID_ARGUMENT if a piece after the first has no
+    data."""
     loop = asyncio.get_running_loop()
     end, is_first = loop.time() + MAX_SECONDS, True
     while True:
@@ -97,12 +90,12 @@ async def _in_time(pieces: Pieces) -> Pieces:
         except TimeoutError:
             raise RequestError(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
-                f"an adapter's next piece may take {STALL_SECONDS:g} s, and all of it {MAX_SECONDS:g} s",
+                f"an adapter's next piece may take {STALL_SECONDS:g} s, and the whole adapter {MAX_SECONDS:g} s",
             ) from None
         if piece is None:
             return
         if not (is_first or piece.data):
-            raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, "data: a piece behind the first one has none")
+            raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, "data: a piece after the first has none")
         is_first = False
         yield piece
 
@@ -115,7 +108,5 @@ async def _behind(first: TakeAdapterRequest | None, pieces: Pieces) -> Pieces:
 
 
 def _aborted(reason: str) -> RequestError:
-    """An error for a call that has been ended. The status is ABORTED, because the adapter has no fault and the
-    scheduler may send it again.
-    """
+    """ABORTED: the adapter has no fault, and the scheduler may send it again."""
     return RequestError(grpc.StatusCode.ABORTED, reason)

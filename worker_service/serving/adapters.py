@@ -1,6 +1,4 @@
-"""Loads a LoRA adapter that the scheduler sends into the host memory of every rank, or drops an adapter. Steps continue
-meanwhile.
-"""
+"""Loads a LoRA adapter that the scheduler sends into the host memory of every rank, while steps continue."""
 
 import asyncio
 import contextlib
@@ -30,20 +28,16 @@ MAX_CONFIG_BYTES = 1 << 20
 async def load_adapter(
     worker: "Worker", device_thread: DeviceThread, pieces: AsyncIterator[TakeAdapterRequest]
 ) -> None:
-    """Receive an adapter, check it, and store it in all ranks. Raises RequestError if the adapter is refused.
-    `AdapterCalls` ensures that only one adapter is loaded at a time.
+    """Receive, check and store an adapter in all ranks. Raises RequestError. `AdapterCalls` allows one at a time.
 
-    After `load_adapter` has returned, steps that are submitted to the device thread may name the adapter. If
-    `load_adapter` is cancelled, the worker's adapters are unchanged.
-    """
+    Steps submitted afterwards may name the adapter. A cancelled call leaves the adapters unchanged."""
     refusal: RequestError | None = None
     try:
         await _receive(worker, device_thread, pieces)
     except RequestError as error:
         refusal = error
     with contextlib.suppress(RequestError):
-        # The remaining pieces are read and ignored, because gRPC may lose a call's status if the call ends while the
-        # client still writes.
+        # The remaining pieces are read, because gRPC may lose the status of a call that ends while the client writes.
         async for _ in pieces:
             pass
     if refusal is not None:
@@ -51,7 +45,7 @@ async def load_adapter(
 
 
 def drop_adapter(worker: "Worker", device_thread: DeviceThread, fingerprint: str) -> None:
-    """Drop an adapter in all ranks, after the steps that have already been submitted to the device thread."""
+    """Drop an adapter in all ranks, after the steps that are already submitted."""
     from worker_service.execution.adapters.rank_adapters import drop
 
     if fingerprint in worker.adapters.fingerprints:
@@ -60,7 +54,7 @@ def drop_adapter(worker: "Worker", device_thread: DeviceThread, fingerprint: str
 
 
 async def _receive(worker: "Worker", device_thread: DeviceThread, pieces: AsyncIterator[TakeAdapterRequest]) -> None:
-    """Write the received weights of an adapter into a temporary file, and load the adapter from this file."""
+    """Load an adapter through a temporary file."""
     adapters = worker.adapters
     if not adapters.room.num_slots:
         raise RequestError(
@@ -98,13 +92,12 @@ async def _receive(worker: "Worker", device_thread: DeviceThread, pieces: AsyncI
                 piece = await anext(pieces, None)
         whole = hashlib.sha256(hashlib.sha256(first.config).digest() + digest.digest()).hexdigest()
         if whole != first.fingerprint:
-            raise _invalid("what came does not have the fingerprint that was said")
+            raise _invalid("the received adapter does not have the stated fingerprint")
 
         def read() -> "tuple[Adapter, Adapter]":
-            # torch reads the adapter with one thread, because several threads would wait for the threads that compute
-            # steps. `set_num_threads` changes the number for the calling thread and for threads that start later. On
-            # two busy cores, reading an adapter of 77 MiB (for 7 billion weights) took 0.6 s with one thread, and 4 to
-            # 17 s with two.
+            # One thread, because several would wait for the threads that compute steps. The number holds for this
+            # thread and for threads that start later. On two busy cores, reading 77 MiB (for 7 billion weights) took
+            # 0.6 s with one thread, and 4 to 17 s with two.
             torch.set_num_threads(1)
             found = read_adapter(first.config, folder, adapters.shapes, adapters.room.max_rank, adapters.dtype)
             return found, found.part(adapters.cuts)
@@ -120,23 +113,18 @@ async def _receive(worker: "Worker", device_thread: DeviceThread, pieces: AsyncI
 async def _hold(
     worker: "Worker", device_thread: DeviceThread, fingerprint: str, adapter: "Adapter", own: "Adapter"
 ) -> None:
-    """Store an adapter in all ranks, each of which stores its part of the adapter.
-
-    own: the first rank's part of the adapter.
-    """
+    """Store an adapter in all ranks. own: the first rank's part."""
     from worker_service.execution.adapters.rank_adapters import PIECE_BYTES, abandon, hand_over, hold
 
     if worker.ranks.size > 1:
         try:
             for piece in adapter.pieces(PIECE_BYTES):
-                # A piece is submitted only after the previous piece has been sent. Steps that were submitted in the
-                # meantime therefore run before the piece is sent.
+                # A piece is submitted after the previous piece is sent, so that waiting steps run in between.
                 await asyncio.wrap_future(device_thread.submit(partial(hand_over, worker.ranks, piece)))
         except asyncio.CancelledError:
             device_thread.submit(partial(abandon, worker.ranks))
             raise
-    # Storing the adapter is not awaited. The device thread runs work in the order of submission, so steps that are
-    # submitted later can use the adapter.
+    # Not awaited: later steps run after this work.
     device_thread.submit(partial(hold, worker.ranks, worker.adapters, fingerprint, own))
     worker.adapters.fingerprints.append(fingerprint)
 

@@ -1,7 +1,5 @@
-"""Converts protobuf messages of the scheduler to the worker's types, and the worker's answers to protobuf messages. No
-other file of the worker uses both kinds of types. Decoding a step checks every value against the worker's limits,
-without knowing the session's live sequences. The checks include the ranges of block numbers, token ids and parameters,
-and the equal length of columns. After these checks, all block numbers and token ids are safe as memory indices."""
+"""Converts between protobuf and the worker's types; no other file uses both. Decoding checks a step against the
+worker's limits, without the session's sequences. Afterwards, block numbers and token ids are safe as memory indices."""
 
 from array import array
 from collections.abc import Collection, Sequence
@@ -36,7 +34,7 @@ _PREFIX = "POOLING_TYPE_"
 
 
 def _in_32_bits(value: float) -> float:
-    """Round a number to float32, in which the device computes. A number that is too large becomes infinite."""
+    """Round to float32, in which the device computes. A number that is too large becomes infinite."""
     return c_float(value).value
 
 
@@ -46,16 +44,15 @@ _BOUNDS = {
     else number.bounds._replace(low=_in_32_bits(number.bounds.low), high=_in_32_bits(number.bounds.high))
     for name, number in NUMBERS.items()
 }
-"""The bounds of each sampling parameter, rounded to float32. For example, 5e-324 becomes 0. A value outside the bounds
-would make logits infinite, and the step would fail."""
+"""Bounds of each sampling parameter in float32, where 5e-324 is 0. Values outside would make logits infinite."""
 
 
 def decode_scheduler_output(message: pb.SchedulerOutput, limits: Limits) -> SchedulerOutput:
-    """Decode a step. Raises InvalidStepError, whose text names the invalid field and the limit."""
+    """Raises InvalidStepError with the invalid field and the limit."""
     sequence_ids = tuple(message.sequence_ids)
     if len(set(sequence_ids)) != len(sequence_ids):
         raise InvalidStepError("sequence_ids: a sequence is scheduled twice")
-    # In an encoder-decoder, each sequence may come with an encoder input, which counts as a further sequence.
+    # In an encoder-decoder, the encoder input of a sequence counts as a further sequence.
     most_sequences = limits.max_num_seqs * (2 if limits.max_encoder_len else 1)
     if len(sequence_ids) > most_sequences:
         raise InvalidStepError(f"sequence_ids: {len(sequence_ids)} sequences; the limit is {most_sequences}")
@@ -71,11 +68,11 @@ def decode_scheduler_output(message: pb.SchedulerOutput, limits: Limits) -> Sche
             raise InvalidStepError(f"{name}: {len(column)} entries for {len(sequence_ids)} sequence_ids")
     if (most := max(num_draft_tokens, default=0)) > limits.num_speculative_tokens:
         raise InvalidStepError(
-            f"num_draft_tokens: room for {most} guesses; this worker verifies up to {limits.num_speculative_tokens}"
+            f"num_draft_tokens: room for {most} drafts; this worker verifies up to {limits.num_speculative_tokens}"
         )
     if 0 in num_scheduled_tokens:
         raise InvalidStepError("num_scheduled_tokens: an entry is 0")
-    # Only the session can check the two limits separately, because it knows which sequences are encoder inputs.
+    # The session checks both limits separately, because only the session knows which sequences are encoder inputs.
     most = limits.max_num_batched_tokens + limits.max_num_encoder_tokens
     if sum(num_scheduled_tokens) > most:
         raise InvalidStepError(f"num_scheduled_tokens: {sum(num_scheduled_tokens)} tokens; the limit is {most}")
@@ -113,7 +110,6 @@ def decode_scheduler_output(message: pb.SchedulerOutput, limits: Limits) -> Sche
 
 
 def encode_model_output(epoch: int, step_id: int, output: ModelOutput) -> pb.ModelOutput:
-    """Encode the answer to a step as a protobuf message."""
     return pb.ModelOutput(
         epoch=epoch,
         step_id=step_id,
@@ -144,7 +140,7 @@ def encode_worker_info(
     instance_id: str = "",
     adapters: Sequence[str] = (),
 ) -> GetWorkerInfoResponse:
-    """Encode GetWorkerInfo's answer. epoch: the newest session's epoch. in_session: whether this session is open."""
+    """epoch: the newest session's. in_session: whether this session is open."""
     return GetWorkerInfoResponse(
         protocol_version=PROTOCOL_VERSION,
         model_id=info.model_id,
@@ -211,7 +207,7 @@ def _encoder_input(where: str, message: pb.NewSequence, limits: Limits) -> NewSe
         raise InvalidStepError(f"{where}: {len(message.block_ids)} blocks for {given.num_tokens} tokens")
     token_ids = array(TOKENS, _token_ids(f"{where}: encoder_input", given.token_ids, limits))
     if message.num_computed_tokens not in (0, given.num_tokens):
-        raise InvalidStepError(f"{where}: an encoder reads all of it or nothing")
+        raise InvalidStepError(f"{where}: an encoder input is computed whole or not at all")
     if message.num_computed_tokens or limits.feature_bytes:
         token_ids = array(TOKENS, bytes(TOKEN_BYTES * given.num_tokens))
     if len(token_ids) != given.num_tokens:
@@ -277,7 +273,7 @@ def _sampling(where: str, new: pb.NewSequence, limits: Limits) -> SamplingParams
 
 def _pooling(where: str, message: group_pb.PoolingParams, limits: Limits, num_prompt_tokens: int) -> PoolingParams:
     if message.type == group_pb.POOLING_TYPE_UNSPECIFIED or message.type not in group_pb.PoolingType.values():
-        raise InvalidStepError(f"{where}: type {message.type} is none that is known")
+        raise InvalidStepError(f"{where}: type {message.type} is not known")
     kind = PoolingType[group_pb.PoolingType.Name(message.type).removeprefix(_PREFIX)]
     if kind is PoolingType.ALIGNMENT:
         most = num_prompt_tokens if limits.aligns else 0

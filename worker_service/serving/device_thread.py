@@ -1,6 +1,4 @@
-"""The single thread that uses a worker's device. The thread runs submitted work in order, in parallel to the event
-loop.
-"""
+"""The thread that uses a worker's device, and runs submitted work in order."""
 
 import contextlib
 import queue
@@ -18,9 +16,7 @@ _LOOK_SECONDS = 1e-4
 
 
 class Pending(ABC, Generic[Result]):
-    """Work that has been launched, and that the device is still computing. The method `settle` puts the result into
-    `future`.
-    """
+    """Launched work that the device is still computing. `settle` puts the result into `future`."""
 
     def __init__(self) -> None:
         self.future: Future[Result] = Future()
@@ -38,19 +34,15 @@ class Pending(ABC, Generic[Result]):
         return self.future.done()
 
     def is_due(self) -> bool:
-        """Whether `settle` would return without waiting for the device. If `is_done` raises an error, the result is
-        true.
-        """
+        """Whether `settle` would return without waiting. True if `is_done` raises an error."""
         try:
             return self.is_settled or self.is_done()
-        # `finish` raises the error of `is_done` again, and the future reports the error.
+        # `finish` raises the error again.
         except Exception:
             return True
 
     def settle(self) -> None:
-        """Wait for the device and put the result into the future, unless the future is already set. Only the device
-        thread may call this method.
-        """
+        """Wait for the device and set the future, unless it is set. Only the device thread may call this method."""
         if self.is_settled:
             return
         try:
@@ -60,12 +52,9 @@ class Pending(ABC, Generic[Result]):
 
 
 class DeviceThread:
-    """Runs work in a single thread. Unlike the threads of an executor, this thread is a daemon thread, so that the
-    process can exit while the thread is busy.
+    """Runs work in a daemon thread, so that the process can exit while the thread is busy.
 
-    If work returns a `Pending`, the thread settles the `Pending` when the device has finished. The thread may run other
-    work before it settles a `Pending`.
-    """
+    If work returns a `Pending`, the thread settles it when the device has finished, and may run other work before."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
@@ -75,13 +64,11 @@ class DeviceThread:
 
     @property
     def idle(self) -> bool:
-        """Whether all submitted work has been done or cancelled."""
+        """Whether all submitted work is done or cancelled."""
         return self._last is None or self._last.done()
 
     def submit(self, work: Callable[[], Result | Pending[Result]]) -> "Future[Result]":
-        """Run `work` in the device thread, after all work that was submitted before. Returns a future for the result or
-        the exception of `work`.
-        """
+        """Run `work` after all work submitted before. Returns a future for the result or exception."""
         future: Future[Result] = Future()
         self._last = future
         self._work.put((future, work))

@@ -1,10 +1,7 @@
-"""Starts all ranks of a worker as processes on this machine, and ends them together.
+"""Starts all ranks of a worker on this machine, and ends them together.
 
-The launcher uses the library of torchrun, and sets the same environment variables as torchrun. Unlike torchrun, the
-launcher never restarts a rank. When one rank has ended, the launcher kills the other ranks immediately, even if they
-wait in a collective operation. Signals to the launcher are passed to the first rank. The launcher's exit status depends
-on the first rank's exit status.
-"""
+The launcher uses torchrun's library and environment variables, but never restarts a rank. When one rank has ended, the
+others are killed immediately, even in a collective operation. Signals are passed to the first rank."""
 
 import logging
 import os
@@ -30,22 +27,17 @@ log = logging.getLogger(__name__)
 _HOST = "127.0.0.1"
 _LOOK_SECONDS = 0.1
 _FAREWELL_SECONDS = 0.5
-"""Seconds that the launcher waits for the first rank to end, after another rank has failed. The other rank may have
-failed because the first rank was already ending.
-"""
+"""Seconds to wait for the first rank after another has failed, perhaps because the first was ending."""
 _STOPPED = (0, -signal.SIGTERM, -signal.SIGINT)
-"""Exit statuses of a first rank that was stopped by a signal, with or without draining."""
+"""Exit statuses of a first rank that a signal has stopped."""
 _EXPLAINED = (0, 1)
-"""Exit statuses of a rank that has ended by itself, and has logged the reason if there was an error."""
+"""Exit statuses of a rank that has ended by itself, and has logged any error."""
 
 
 def launch(command: Sequence[str], size: int) -> int:
-    """Run `command` in `size` processes until the first rank ends or another rank fails. Returns the worker's exit
-    status.
+    """Run `command` in `size` processes until the first rank ends or another fails. Returns the worker's exit status.
 
-    Only the main thread may call this function, because it sets signal handlers. SIGTERM and SIGINT are passed to the
-    first rank, which then drains.
-    """
+    Only the main thread may call this function, which sets signal handlers."""
     store = _open_store()
     shared = {
         "MASTER_ADDR": _HOST,
@@ -54,8 +46,7 @@ def launch(command: Sequence[str], size: int) -> int:
         "TORCHELASTIC_RUN_ID": "pagewire",
         LAUNCHER: str(os.getpid()),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        # All ranks run on this machine, and communicate through the loopback interface, so that the network cannot
-        # reach them.
+        # The network cannot reach ranks that communicate through the loopback interface.
         "GLOO_SOCKET_IFNAME": _loopback(),
         "NCCL_SOCKET_IFNAME": _loopback(),
     }
@@ -77,11 +68,8 @@ def launch(command: Sequence[str], size: int) -> int:
 
 
 def wait_for_end(ranks: Sequence["subprocess.Popen[bytes]"]) -> int:
-    """Wait until the first rank ends or another rank fails, and kill the remaining ranks. Returns the worker's exit
-    status.
-    """
-    # This loop ignores ranks that end with status 0. All other ranks end with status 0 when the first rank ends,
-    # perhaps before the process of the first rank has exited.
+    """Wait until the first rank ends or another fails, and kill the rest. Returns the worker's exit status."""
+    # Ranks with status 0 are ignored: when the first rank ends, others may exit before it.
     while ranks[0].poll() is None and not any(process.poll() for process in ranks):
         time.sleep(_LOOK_SECONDS)
     try:
@@ -98,10 +86,7 @@ def wait_for_end(ranks: Sequence["subprocess.Popen[bytes]"]) -> int:
 
 
 def _open_store() -> TCPStore:
-    """Open the TCPStore through which the ranks find each other, on a free port of the loopback address.
-
-    The socket is created here, because TCPStore would listen on all addresses of the machine.
-    """
+    """Open the ranks' TCPStore on a free loopback port. TCPStore itself would listen on all addresses."""
     listening = socket.create_server((_HOST, 0))
     port = listening.getsockname()[1]
     return TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
@@ -112,7 +97,7 @@ def _loopback() -> str:
 
 
 class _OwnStreams(LogsSpecs):
-    """Settings by which ranks write directly to the launcher's stdout and stderr, and not into log files."""
+    """Ranks write to the launcher's stdout and stderr, and not into log files."""
 
     @property
     def root_log_dir(self) -> str:

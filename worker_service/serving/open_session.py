@@ -1,58 +1,143 @@
-"""An open session. The device thread computes its steps, and the event loop sends the answers to the scheduler. The
-first error ends the session.
-"""
+"""An open session and its steps. The device thread computes the steps, and the event loop sends the answers. The first
+error ends the session."""
 
 import asyncio
 import contextlib
+import time
 import traceback
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import grpc
 import structlog
 
-from pagewire.v1.scheduler_output_pb2 import ModelOutput, SchedulerOutput
+from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire_common.calls.errors import RequestError
 from worker_service.errors import FencingError, InvalidStepError, is_out_of_memory
-from worker_service.serving.codec import decode_scheduler_output
-from worker_service.serving.step_in_flight import StepInFlight
+from worker_service.serving.codec import decode_scheduler_output, encode_model_output
+from worker_service.serving.device_thread import Pending
 from worker_service.serving.traces import Stays
-from worker_service.session.session import Session
+from worker_service.session.session import NO_DRAFTS, ScheduledChunk, Session
+from worker_service.session.step import SchedulerOutput
 
 if TYPE_CHECKING:
-    # This import loads torch. At run time, torch must not be loaded before the server has bound its port.
+    # These imports load torch, before which the server must have bound its port.
+    from worker_service.execution.steps.running_step import RunningStep
     from worker_service.execution.worker import Worker
 
 log = structlog.get_logger()
 
 _STEPS_IN_HAND = 2
-"""Maximum number of steps of a session that the worker has received and not yet answered. When the first step ends, the
-second step can start without waiting for a message from the scheduler.
-"""
+"""Maximum steps received and not yet answered. After the first step, the second starts without waiting for the
+scheduler."""
 _FAILURES = (grpc.StatusCode.INTERNAL, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT)
+Guard = Callable[[], AbstractContextManager[None]]
+"""A context for the later wait for a step, in which an error ends the session."""
+
+
+class StepInFlight(Pending[pb.ModelOutput]):
+    """A step that has been applied to its session, used by the device thread. `RunningStep` is the part of the step on
+    the device.
+
+    `begin`, `follow` and `launch` may raise InvalidStepError or FencingError, which all ranks raise for the same step.
+    `launch` and `answer` may also raise torch's errors."""
+
+    def __init__(
+        self,
+        worker: "Worker",
+        session: Session,
+        output: SchedulerOutput,
+        chunks: Sequence[ScheduledChunk],
+        *,
+        draft_seconds: float = 0.0,
+        guard: Guard = nullcontext,
+    ) -> None:
+        """chunks: with the drafts to verify. draft_seconds: seconds that drafting took."""
+        super().__init__()
+        self.chunks = chunks
+        self._worker = worker
+        self._session = session
+        self._output = output
+        self._draft_seconds = draft_seconds
+        self._guard = guard
+        self._running: RunningStep
+
+    @classmethod
+    def begin(
+        cls, worker: "Worker", session: Session, output: SchedulerOutput, guard: Guard = nullcontext
+    ) -> "StepInFlight":
+        """Apply a step to the session, and draft tokens in the room that the scheduler has reserved."""
+        chunks = session.apply(output)
+        if worker.drafter is None:
+            return cls(worker, session, output, chunks, guard=guard)
+        began = time.perf_counter()
+        chunks = worker.drafter.begins(output, chunks)
+        return cls(worker, session, output, chunks, draft_seconds=time.perf_counter() - began, guard=guard)
+
+    @classmethod
+    def follow(
+        cls, worker: "Worker", session: Session, output: SchedulerOutput, drafts: "Sequence[array[int]]"
+    ) -> "StepInFlight":
+        """Apply a step on a follower. drafts: the first rank's drafts of each chunk, or empty if no chunk has
+        drafts."""
+        chunks = session.apply(output)
+        each = drafts or repeat(NO_DRAFTS)
+        chunks = [chunk.with_drafts(drafted) for chunk, drafted in zip(chunks, each, strict=False)]
+        return cls(worker, session, output, chunks)
+
+    def launch(self, before: "StepInFlight | None" = None) -> None:
+        """before: the session's previous step, if it has not finished and this step is launched early."""
+        worker, began = self._worker, time.perf_counter()
+        with worker.ranks.together():
+            running = None if before is None else before._running
+            self._running = worker.runner.launch(self._output, self.chunks, running)
+        if worker.drafter is not None:
+            worker.drafter.launched(self._output, time.perf_counter() - began)
+        self._session.advance(self.chunks)
+
+    def is_done(self) -> bool:
+        return self._running.is_done()
+
+    def finish(self) -> pb.ModelOutput:
+        with self._guard():
+            return self.answer()
+
+    def answer(self) -> pb.ModelOutput:
+        """Wait for the device, append the sampled tokens to the sequences, and encode the answer."""
+        chunks = self._running.chunks
+        with self._worker.ranks.together():
+            answer = self._running.finish()
+        self._session.fill_in(chunks, answer.token_ids, answer.num_tokens)
+        if (drafter := self._worker.drafter) is not None:
+            began = time.perf_counter()
+            wanted = drafter.ends(chunks, answer.timing.seconds)
+            guess_us = round((self._draft_seconds + time.perf_counter() - began) * 1e6)
+            timing = replace(answer.timing, guess_us=guess_us)
+            answer = replace(answer, num_draft_tokens_wanted=wanted, timing=timing)
+        return encode_model_output(self._output.epoch, self._output.step_id, answer)
 
 
 class OpenSession:
-    """An open session. Only the device thread calls `compute`. Both the device thread and the event loop set `end`.
-    Only the event loop uses the other public attributes.
-    """
+    """Only the device thread calls `compute`, and both threads set `end`. Only the event loop uses the other
+    attributes."""
 
     def __init__(self, worker: "Worker", epoch: int, stays: Stays | None = None) -> None:
-        """Create a session without sequences.
-
-        stays: the trace spans of the session's sequences, if tracing is on.
-        """
+        """stays: the trace spans of the sequences, if tracing is on."""
         self.session = Session(epoch, worker.limits)
-        self.answers: asyncio.Queue[asyncio.Future[ModelOutput] | None] = asyncio.Queue()
-        """The answers to the session's steps, in the order of the steps. None follows after the last answer."""
-        self.awaited: asyncio.Future[ModelOutput] | None = None
-        """The answer for which the gRPC call of the session is waiting."""
+        self.answers: asyncio.Queue[asyncio.Future[pb.ModelOutput] | None] = asyncio.Queue()
+        """The answers in the order of the steps, followed by None."""
+        self.awaited: asyncio.Future[pb.ModelOutput] | None = None
+        """The answer for which the session's call is waiting."""
         self.room = asyncio.Semaphore(_STEPS_IN_HAND)
         self.stays = stays
         self.end: RequestError | None = None
         """The reason why no further step may start, or None while the session is open."""
         self._worker = worker
-        # The last launched step, if the worker launches steps before the previous step has ended.
+        # The last launched step, if the worker launches steps ahead.
         self._last: StepInFlight | None = None
 
     @property
@@ -63,22 +148,17 @@ class OpenSession:
     def close(self, reason: RequestError) -> None:
         """End the session: no further step starts, and the next answer is the error `reason`."""
         self.end = reason
-        # The error wakes the session's gRPC call, whether the call waits for the answer to a step or for the
-        # scheduler's next step.
+        # The error wakes the call, whether it waits for an answer or for the next step.
         if self.awaited is not None and not self.awaited.done():
             self.awaited.set_exception(reason)
         else:
-            failed: asyncio.Future[ModelOutput] = asyncio.get_running_loop().create_future()
+            failed: asyncio.Future[pb.ModelOutput] = asyncio.get_running_loop().create_future()
             failed.set_exception(reason)
             self.answers.put_nowait(failed)
 
-    def compute(self, message: SchedulerOutput) -> ModelOutput | StepInFlight:
-        """Compute one step. An error ends the session, so further steps that the worker has already received are not
-        computed.
-
-        If the worker launches steps before the previous step has ended, `compute` returns as soon as the step is
-        launched.
-        """
+    def compute(self, message: pb.SchedulerOutput) -> pb.ModelOutput | StepInFlight:
+        """Compute one step. An error ends the session. If the worker launches steps ahead, returns as soon as the step
+        is launched."""
         worker, ranks = self._worker, self._worker.ranks
         with self._failures_end():
             output = decode_scheduler_output(message, worker.limits)
@@ -91,12 +171,11 @@ class OpenSession:
             if before is not None and not worker.runner.follow(step.chunks):
                 before.settle()
                 before = None
-            # While a rank computes a step, it waits for sums of all ranks. After the step has been sent, this rank must
-            # therefore launch the step before any other work.
+            # A rank in a step waits for sums of all ranks, so this rank must launch the step before any other work.
             if ranks.size > 1:
                 ranks.send(self.session.epoch, message.SerializeToString(), [chunk.drafts for chunk in step.chunks])
             step.launch(before)
-            # If the worker has several ranks, all ranks finish a step before they receive the next step.
+            # With several ranks, a step is finished before the ranks receive the next step.
             if not worker.runner.runs_ahead or ranks.size > 1:
                 return step.answer()
             self._last = step
@@ -104,9 +183,7 @@ class OpenSession:
 
     @contextlib.contextmanager
     def _failures_end(self) -> Iterator[None]:
-        """A context for work of the session on the device thread. An error in the work ends the session. If the session
-        has already ended, the context raises the reason at once, and the work does not run.
-        """
+        """A context in which an error ends the session. If the session has ended, raises the reason at once."""
         if self.end is not None:
             raise self.end
         try:

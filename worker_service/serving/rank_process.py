@@ -1,10 +1,5 @@
-"""Runs the process of one rank, in a worker with several ranks. The first rank serves gRPC, and the other ranks
-(followers) follow it.
-
-A follower computes every step that the first rank sends, with the follower's parts of weights, KV cache and adapters. A
-follower discards its answer to a step, because the answer equals the first rank's answer. A follower ends when the
-first rank has ended.
-"""
+"""Runs the process of one rank. The first rank serves gRPC. Followers compute every step, discard their equal answers,
+and end when the first rank has ended."""
 
 import contextlib
 import ctypes
@@ -27,9 +22,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 async def run_rank(settings: WorkerSettings) -> None:
-    """Run the process of a rank until the worker ends. If the worker cannot start, only one of its ranks raises
-    StartError, so that the reason is reported once.
-    """
+    """Run a rank until the worker ends. If the worker cannot start, only one rank raises StartError."""
     _die_with_launcher()
     try:
         if int(os.environ["RANK"]) == 0:
@@ -40,13 +33,13 @@ async def run_rank(settings: WorkerSettings) -> None:
         if not _is_first_to_fail():
             threading.Event().wait()  # until the launcher kills this process
         raise
-    # The process exits without torch's clean-up, which would wait for other ranks or report that they are gone.
+    # Without torch's clean-up, which would wait for other ranks or report that they are gone.
     logging.shutdown()
     os._exit(0)
 
 
 def _die_with_launcher() -> None:
-    """Make the operating system kill this rank when the launcher ends, even if the launcher is killed."""
+    """The operating system kills this rank when the launcher ends, even if the launcher is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
@@ -57,8 +50,7 @@ def _follow(settings: WorkerSettings) -> None:
     configure_logging(settings.log_level, settings.log_format)
     structlog.contextvars.bind_contextvars(rank=int(os.environ["RANK"]))
     for number in (signal.SIGTERM, signal.SIGINT):
-        # On SIGTERM and SIGINT, the first rank drains. Followers ignore the two signals, because draining requires them
-        # to compute further steps.
+        # The first rank drains, for which followers have to compute further steps.
         signal.signal(number, signal.SIG_IGN)
 
     from worker_service.errors import FencingError, InvalidStepError
@@ -66,9 +58,9 @@ def _follow(settings: WorkerSettings) -> None:
     from worker_service.execution.worker import load_worker
     from worker_service.parallel.ranks import BETWEEN_STEPS
 
-    # These modules import torch, which takes a second, so they are not imported at the top of the file.
+    # These modules import torch, which takes a second.
     from worker_service.serving.codec import decode_scheduler_output
-    from worker_service.serving.step_in_flight import StepInFlight
+    from worker_service.serving.open_session import StepInFlight
     from worker_service.session.session import Session
 
     worker = load_worker(settings)
@@ -81,7 +73,7 @@ def _follow(settings: WorkerSettings) -> None:
             continue
         if session is None or session.epoch != epoch:
             session = Session(epoch, worker.limits)
-        # The first rank raises the same error for this step, and ends the session.
+        # The first rank raises the same error, and ends the session.
         with contextlib.suppress(InvalidStepError, FencingError):
             output = decode_scheduler_output(SchedulerOutput.FromString(message), worker.limits)
             step = StepInFlight.follow(worker, session, output, drafts)
@@ -90,9 +82,7 @@ def _follow(settings: WorkerSettings) -> None:
 
 
 def _is_first_to_fail() -> bool:
-    """Whether this rank is the first that fails to start. If a model cannot be loaded, every rank fails, but only one
-    rank reports the reason.
-    """
+    """Whether this rank is the first to fail. Only the first reports why a model cannot be loaded."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)

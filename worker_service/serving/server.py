@@ -1,6 +1,5 @@
-"""Starts and stops a worker's gRPC server. The server first binds its port, so that health probes are answered. The
-server then loads the model, and serves sessions until SIGTERM.
-"""
+"""Starts and stops a worker's gRPC server. The server binds its port before the model is loaded, so that health probes
+are answered."""
 
 import asyncio
 import logging
@@ -29,10 +28,10 @@ SERVICE_NAME = worker_service_pb2.DESCRIPTOR.services_by_name["WorkerService"].f
 
 
 async def serve(settings: WorkerSettings) -> None:
-    """Run the worker's gRPC server until SIGTERM or SIGINT. Raises StartError if the worker cannot start.
+    """Run the server until SIGTERM or SIGINT. Raises StartError if the worker cannot start.
 
-    If this process can no longer use the GPU, it exits with status 1, because only a new process can use the GPU again.
-    """
+    If this process can no longer use the GPU, it exits with status 1, because only a new process can use the GPU
+    again."""
     started = time.monotonic()
     configure_logging(settings.log_level, settings.log_format)
     stop = stop_event()
@@ -52,12 +51,11 @@ async def serve(settings: WorkerSettings) -> None:
                 log.info("stopping", in_session=servicer.in_session)
                 await server.stop(servicer.drain, 0.0 if servicer.device_lost.is_set() else settings.grace)
     if servicer.device_lost.is_set():
-        log.error("the device takes no more work; this process ends, for another to take its place")
+        log.error("the device cannot be used any more; this process ends, so that a new process can use it")
         logging.shutdown()
         os._exit(1)  # the clean-up of CUDA may hang
     if not device_thread.idle:
-        # The process exits without waiting for the device thread, because neither loading a model nor computing a step
-        # can be interrupted.
+        # Neither loading a model nor computing a step can be interrupted.
         log.info("stopped", cut_off="a step, or the loading of the model")
         logging.shutdown()
         os._exit(0)
@@ -81,9 +79,7 @@ async def _load(
     stop: asyncio.Event,
     started: float,
 ) -> None:
-    """Load the model, and then report the health status SERVING. If `stop` is set before the model is loaded, the
-    function returns at once.
-    """
+    """Load the model, and report the health status SERVING. Returns at once if `stop` is set."""
     log.info("loading", model=settings.model)
     loading = asyncio.wrap_future(device_thread.submit(lambda: _import_and_load(settings)))
     stopping = asyncio.create_task(stop.wait())
@@ -106,8 +102,7 @@ async def _load(
 
 
 def _import_and_load(settings: WorkerSettings) -> "Worker":
-    # This import loads torch, which takes a second. The server has already bound its port, so probes are answered
-    # meanwhile.
+    # This import loads torch, which takes a second.
     from worker_service.execution.worker import load_worker
 
     return load_worker(settings)

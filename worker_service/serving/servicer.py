@@ -1,22 +1,21 @@
-"""The servicer of the gRPC service WorkerService: refuses calls until the model is loaded, lets a new session end the
-older session, and keeps the order of steps within a session.
+"""Serves WorkerService: refuses calls until the model is loaded, and keeps the order of steps in a session.
 
-The event loop only receives and sends gRPC messages. The device thread decodes and computes each step, and encodes the
-answer. Only the newest session may use the worker: after a new session has begun, no step of an older session starts.
-"""
+The event loop only receives and sends messages; the device thread decodes, computes and encodes. After a new session
+has begun, no step of an older session starts."""
 
 import asyncio
 import contextlib
 import secrets
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import structlog
 from opentelemetry.trace import Tracer
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from pagewire.v1 import worker_service_pb2_grpc
 from pagewire.v1.scheduler_output_pb2 import ModelOutput, SchedulerOutput
@@ -38,12 +37,11 @@ from worker_service.serving.adapter_calls import AdapterCalls
 from worker_service.serving.adapters import drop_adapter, load_adapter
 from worker_service.serving.codec import encode_worker_info
 from worker_service.serving.device_thread import DeviceThread
-from worker_service.serving.metrics import WorkerStatistics, families
 from worker_service.serving.open_session import OpenSession
 from worker_service.serving.traces import Stays
 
 if TYPE_CHECKING:
-    # This import loads torch. At run time, torch must not be loaded before the server has bound its port.
+    # This import loads torch, before which the server must have bound its port.
     from worker_service.execution.worker import Worker
 
 log = structlog.get_logger()
@@ -53,12 +51,59 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _SHUTTING_DOWN = RequestError(grpc.StatusCode.ABORTED, "the worker is shutting down")
 
 
-class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
-    """Serves one session at a time. A `WorkerServicer` must be created while the event loop runs. Until `set_ready` is
-    called, all RPCs fail with UNAVAILABLE.
+@dataclass(slots=True)
+class WorkerStatistics:
+    """Numbers and microseconds of a worker's work since its start."""
 
-    The event `device_lost` is set when this process can no longer use the GPU.
-    """
+    num_sessions: int = 0
+    num_steps: int = 0
+    num_failures: int = 0
+    num_tokens: int = 0
+    num_sampled_tokens: int = 0
+    move_us: int = 0
+    forward_us: int = 0
+    sample_us: int = 0
+    guess_us: int = 0
+
+    def count(self, step: SchedulerOutput, answer: ModelOutput) -> None:
+        self.num_steps += 1
+        self.num_tokens += sum(step.num_scheduled_tokens) or len(step.sequence_ids)
+        self.num_tokens += sum(answer.num_draft_tokens) - sum(step.num_draft_tokens)
+        self.num_sampled_tokens += len(answer.token_ids)
+        self.move_us += answer.timing.move_us
+        self.forward_us += answer.timing.forward_us
+        self.sample_us += answer.timing.sample_us
+        self.guess_us += answer.timing.guess_us
+
+
+def families(
+    statistics: WorkerStatistics, *, num_sequences: int, num_device_blocks: int, num_host_blocks: int, draining: bool
+) -> Iterator[Metric]:
+    """num_sequences: of the open session. num_device_blocks, num_host_blocks: 0 until the model is loaded."""
+    for name, text, value in (
+        ("sequences", "Sequences that live in the open session.", num_sequences),
+        ("device_blocks", "Blocks in device memory; 0 until the model is loaded.", num_device_blocks),
+        ("host_blocks", "Blocks in host memory, for swapping.", num_host_blocks),
+        ("draining", "1 while the worker is shutting down.", draining),
+    ):
+        yield GaugeMetricFamily(f"pagewire_worker_{name}", text, value)
+    for name, text, value in (
+        ("sessions", "Sessions that schedulers opened.", statistics.num_sessions),
+        ("steps", "Steps computed.", statistics.num_steps),
+        ("failures", "Sessions that ended because a step failed.", statistics.num_failures),
+        ("tokens", "Tokens whose keys and values were computed.", statistics.num_tokens),
+        ("sampled_tokens", "Tokens sampled.", statistics.num_sampled_tokens),
+    ):
+        yield CounterMetricFamily(f"pagewire_worker_{name}", text, value)
+    phases = CounterMetricFamily("pagewire_worker_step_phase_seconds", "Where steps' time went.", labels=["phase"])
+    for phase in ("move", "forward", "sample", "guess"):
+        phases.add_metric([phase], getattr(statistics, f"{phase}_us") / 1e6)
+    yield phases
+
+
+class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
+    """Serves one session at a time. Must be created while the event loop runs. Until `set_ready`, all RPCs fail with
+    UNAVAILABLE. `device_lost` is set when this process can no longer use the GPU."""
 
     def __init__(self, device_thread: DeviceThread, tracer: Tracer | None = None) -> None:
         self._tracer = tracer
@@ -76,17 +121,14 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
 
     @property
     def in_session(self) -> bool:
-        """Whether a scheduler has an open session with this worker."""
         return self._open is not None
 
     def set_ready(self, worker: "Worker") -> None:
-        """Accept sessions and other calls from now on, because the worker is loaded."""
         self._worker = worker
 
     async def drain(self, grace: float) -> None:
-        """Accept no further sessions. End the open session when it has no live sequences, at the latest after `grace`
-        seconds.
-        """
+        """Accept no further sessions. End the open session when no sequence lives, at the latest after `grace`
+        seconds."""
         self._draining.set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace):
@@ -95,7 +137,6 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
             self._open.close(_SHUTTING_DOWN)
 
     async def metrics(self) -> Iterator[Metric]:
-        """The current values of the worker's metrics."""
         limits = self._worker.limits if self._worker is not None else None
         return families(
             self._statistics,
@@ -124,8 +165,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         self, request_iterator: AsyncIterator[TakeAdapterRequest], context: Context
     ) -> TakeAdapterResponse:
         worker = self._ready_worker()
-        # Only one adapter is loaded at a time, because loading needs memory for the whole adapter in addition to this
-        # rank's part. The pieces of two adapters must also not be mixed when they are sent to other ranks.
+        # Loading needs memory for a whole adapter. Pieces of two adapters sent to other ranks must not be mixed.
         await self._adapter_calls.take(
             aiter(request_iterator), lambda pieces: load_adapter(worker, self._device_thread, pieces)
         )
@@ -170,9 +210,8 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         return self._worker
 
     async def _first(self, steps: AsyncIterator[SchedulerOutput]) -> SchedulerOutput | None:
-        """Wait for the first step of a session. Returns None if the scheduler ends the call without a step. Raises
-        RequestError with status ABORTED while the worker drains.
-        """
+        """The first step of a session, or None if the call ends without one. Raises RequestError with status ABORTED
+        while the worker drains."""
         step = asyncio.ensure_future(anext(steps, None))
         draining = asyncio.ensure_future(self._draining.wait())
         try:
@@ -222,7 +261,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
             self._idle.set()
 
     async def _read(self, opened: OpenSession, first: SchedulerOutput, steps: AsyncIterator[SchedulerOutput]) -> None:
-        """Receive the steps of a session, and submit them to the device thread, which computes them in order."""
+        """Submit the steps of a session to the device thread, which computes them in order."""
         try:
             step: SchedulerOutput | None = first
             while step is not None:
@@ -234,9 +273,8 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
             opened.answers.put_nowait(None)
 
     def _submit(self, opened: OpenSession, step: SchedulerOutput) -> "asyncio.Future[ModelOutput]":
-        """Submit a step to the device thread. Returns a future for the answer. Unlike a future of
-        `asyncio.wrap_future`, this future can be set to an error before the step has been computed.
-        """
+        """Returns a future for the answer. Unlike with `asyncio.wrap_future`, an error can be set before the step is
+        computed."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[ModelOutput] = loop.create_future()
         computed = self._device_thread.submit(partial(opened.compute, step))

@@ -1,9 +1,5 @@
-"""OpenTelemetry spans of a worker, one for each sequence. A span begins with the step that adds the sequence, and ends
-when the sequence is removed.
-
-A worker's span belongs to the trace of the sequence's request. The front end's spans of the same trace show why the
-request waited. The worker's spans show what was computed for the request.
-"""
+"""OpenTelemetry spans of a worker, one for each sequence, in the trace of the sequence's request. The worker's spans
+show what was computed, and the front end's spans why the request waited."""
 
 import time
 from collections.abc import Iterable
@@ -24,23 +20,19 @@ class _Stay:
     num_tokens: int = 0
     num_sampled: int = 0
     forward_us: int = 0
-    """Total duration of the forward passes that included the sequence, in microseconds. The whole duration of a forward
-    pass is counted for each of its sequences.
-    """
+    """Microseconds of the forward passes with the sequence. A pass counts whole for each of its sequences."""
     last_ns: int = 0
 
 
 class Stays:
-    """The open spans of one session. All beams of a beam search share a span, because beams are added and removed in
-    every step.
-    """
+    """The open spans of one session. All beams of a search share a span, because beams change in every step."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._open: dict[int, _Stay] = {}
 
     def computed(self, step: SchedulerOutput, answer: ModelOutput) -> None:
-        """Record a step that has just been computed in the spans of its sequences."""
+        """Record a computed step in the spans of its sequences."""
         now = time.time_ns()
         timing = answer.timing
         began = now - 1000 * (timing.move_us + timing.forward_us + timing.sample_us + timing.guess_us)
@@ -80,7 +72,6 @@ class Stays:
                 stay.last_ns = now
 
     def close(self) -> None:
-        """End all open spans, because the session has ended."""
         self._leave(list(self._open))
 
     def _come(self, sequence_id: int, trace_parent: str, index: int, num_computed_tokens: int, began: int) -> None:

@@ -1,9 +1,7 @@
-"""The worker's copy of a session's state: the live sequences, their tokens, and the number of computed tokens.
+"""The worker's copy of a session's state.
 
-The class `Session` checks each step of the scheduler against the live sequences, so that no sequence reads or writes
-the memory of another sequence. An error in a step ends the session, because a part of the step may have been applied.
-This file uses no tensors, devices or gRPC.
-"""
+`Session` checks each step against the live sequences, so that no sequence reads or writes another's memory. An error in
+a step ends the session, because a part of the step may have been applied. No tensors, devices or gRPC here."""
 
 from array import array
 from collections.abc import Iterable
@@ -26,34 +24,34 @@ from worker_service.session.step import (
 
 @dataclass(slots=True)
 class SequenceState:
-    """A sequence that the scheduler has added to the session and has not removed."""
+    """A sequence that the scheduler has added and not removed."""
 
     sequence_id: int
     token_ids: "array[int]"
-    """The tokens of the prompt, followed by the tokens of the output. The worker appends each sampled token."""
+    """Prompt and output. The worker appends each sampled token."""
     num_prompt_tokens: int
     num_computed_tokens: int
-    """The number of leading tokens whose keys and values are in the sequence's blocks."""
+    """Leading tokens whose keys and values are in the blocks."""
     block_ids: "array[int]"
     sampling: SamplingParams
     adapter: str = ""
-    """The fingerprint of the sequence's LoRA adapter, or an empty string for the base model."""
+    """The fingerprint of the LoRA adapter; empty for the base model."""
     form_progress: object = None
-    """The output's progress in its form (grammar). Only the package `execution` uses this field."""
+    """Progress in the output form (grammar), for the package `execution` only."""
     speculation: object = None
-    """The drafter's record of the sequence's drafts. Only the package `speculation` uses this field."""
+    """The drafter's record, for the package `speculation` only."""
     pooled: object = None
-    """The partial result of pooling the prompt's hidden states. Only the package `execution` uses this field."""
+    """Partial result of pooling the prompt, for the package `execution` only."""
     is_encoder: bool = False
-    """Whether the sequence is an encoder input, whose blocks contain keys and values for cross attention."""
+    """Whether the blocks contain keys and values for cross attention."""
     features: bytes = b""
-    """The audio features of an encoder input, see `NewSequence`."""
+    """Audio features of an encoder input, see `NewSequence`."""
     encoder: "SequenceState | None" = None
-    """The encoder input to which this sequence attends, in an encoder-decoder."""
+    """The encoder input to which this sequence attends."""
 
     @property
     def reports(self) -> bool:
-        """Whether the answer to the sequence's next step contains vectors or log-probabilities of the sequence."""
+        """Whether the next answer contains vectors or log-probabilities of the sequence."""
         if self.sampling.pooling is not None:
             return True
         in_prompt = self.num_computed_tokens + 1 < self.num_prompt_tokens
@@ -61,21 +59,20 @@ class SequenceState:
 
 
 class ScheduledChunk(NamedTuple):
-    """A chunk: tokens [start, stop) of a sequence, which one step computes."""
+    """Tokens [start, stop) of a sequence, which one step computes."""
 
     sequence: SequenceState
     start: int
     stop: int
     samples: bool
-    """Whether the sequence gains a token after the chunk. A chunk after which the sequence gains a token ends with the
-    sequence's last token."""
+    """Whether the sequence gains a token. If so, the chunk ends with the sequence's last token."""
     drafts: "array[int]" = array(TOKENS)
-    """The draft tokens at the end of the chunk, after the sequence's last token. A token is sampled after each draft,
-    too. The session first fills the room that the scheduler gives for drafts with `PLACEHOLDER` tokens."""
+    """Drafts at the end of the chunk. A token is sampled after each draft, too. The session fills the room for drafts
+    with `PLACEHOLDER` tokens."""
 
     @property
     def chooses(self) -> bool:
-        """Whether a token is sampled after the chunk. A pooled sequence gains a placeholder instead."""
+        """Whether a token is sampled. A pooled sequence gains a placeholder instead."""
         return self.samples and self.sequence.sampling.pooling is None
 
     @property
@@ -83,19 +80,17 @@ class ScheduledChunk(NamedTuple):
         return self.sequence.token_ids[self.start : self.stop] + self.drafts
 
     def with_drafts(self, drafts: "array[int]") -> "ScheduledChunk":
-        """A copy of the chunk with other drafts."""
         return self._replace(stop=self.stop - len(self.drafts) + len(drafts), drafts=drafts)
 
 
 NO_DRAFTS: "array[int]" = array(TOKENS)
 PLACEHOLDER = 0
-"""The token id that a sequence contains until its next token is known, or for good if sampling fails."""
+"""The token id until the next token is known, or for good if sampling fails."""
 
 
 class Session:
-    """The live sequences of one session. For each step, the caller calls `apply`, launches the step, and calls
-    `advance`. When the sampled tokens are known, the caller calls `fill_in`. If `follows_unseen` is true for the next
-    step, `apply` may be called before the last step's tokens are filled in."""
+    """The live sequences of one session. For each step: `apply`, launch, `advance`, and `fill_in` with the sampled
+    tokens. If `follows_unseen`, the next step's `apply` may precede `fill_in`."""
 
     def __init__(self, epoch: int, limits: Limits) -> None:
         self.epoch = epoch
@@ -105,10 +100,11 @@ class Session:
         self._has_room = False  # whether the last step may have drafts
 
     def apply(self, output: SchedulerOutput) -> list[ScheduledChunk]:
-        """Apply a step's changes to the sequences. Returns the step's chunks, in the order of `output.sequence_ids`.
-        Preempted sequences are removed before new sequences are added. Finished sequences are removed last, because a
-        finished sequence may be the parent of a fork. Raises FencingError if the step is out of order, and
-        InvalidStepError if the step contradicts the session's state."""
+        """Apply a step's changes. Returns the chunks in the order of `output.sequence_ids`.
+
+        Preempted sequences are removed first. Finished sequences are removed last, because a finished sequence may be
+        the parent of a fork. Raises FencingError for a step out of order, and InvalidStepError for a step that
+        contradicts the session's state."""
         if output.epoch != self.epoch:
             raise FencingError(f"epoch {output.epoch} in the session of epoch {self.epoch}")
         if output.step_id != self._next_step_id:
@@ -126,13 +122,11 @@ class Session:
         return self._schedule(output)
 
     def follows_unseen(self, output: SchedulerOutput) -> bool:
-        """Whether a step can be launched early: before the host has read the tokens that the last step sampled. A step
-        that can be launched early has no drafts and no edited logits, because edits such as penalties may require the
-        values of earlier tokens. If a sequence sampled in the last step, the host does not know its last token yet. The
-        host knows all tokens of new sequences and of unfinished prompts.
+        """Whether a step can be launched before the host has read the last step's tokens. Drafts and edited logits
+        exclude a step, because both may need the tokens.
 
-        A step that can be launched early also reports no log-probabilities and no vectors. To read log-probabilities,
-        the host would wait for all launched work, and the tokens of every sequence would be delayed."""
+        Log-probabilities and vectors also exclude a step: reading the results would wait for all launched work and
+        delay every sequence."""
         new = {one.sequence_id: one.sampling for one in output.new_sequences}
         if output.forks or output.num_draft_tokens or self._has_room or not new.keys().isdisjoint(self.sequences):
             return False
@@ -147,8 +141,8 @@ class Session:
 
     @staticmethod
     def advance(chunks: Iterable[ScheduledChunk]) -> None:
-        """Record that a step with these chunks has been launched. A sequence that samples gains a placeholder token. A
-        sequence with drafts is left unchanged, because the number of tokens that it gains is not known yet."""
+        """Record that a step is launched. A sequence that samples gains a placeholder. A sequence with drafts is left
+        unchanged, because the number of gained tokens is not known yet."""
         for sequence, _, stop, samples, drafts in chunks:
             if drafts:
                 continue
@@ -159,9 +153,8 @@ class Session:
 
     @staticmethod
     def fill_in(chunks: Iterable[ScheduledChunk], token_ids: Iterable[int], num_tokens: Iterable[int] = ()) -> None:
-        """Replace the placeholders in a step's sequences by the sampled tokens, in the order of the chunks. num_tokens:
-        the number of tokens that each chunk gained, 1 by default. A sequence that gained no token computes its last
-        token again in its next step."""
+        """Replace placeholders by the sampled tokens, in the order of the chunks. num_tokens: gained by each chunk, 1
+        by default. A sequence that gained none computes its last token again."""
         tokens, numbers = iter(token_ids), iter(num_tokens)
         for sequence, _, stop, samples, drafts in chunks:
             if not samples:
@@ -176,7 +169,7 @@ class Session:
 
     def _forget(self, sequence_ids: Iterable[int]) -> None:
         for sequence_id in sequence_ids:
-            # The scheduler may remove a sequence twice, for example if it preempts the sequence and then aborts it.
+            # The scheduler may remove a sequence twice: preempt and then abort it.
             self.sequences.pop(sequence_id, None)
 
     def _add(self, new: NewSequence) -> None:
@@ -196,12 +189,12 @@ class Session:
         )
 
     def _encoder(self, new: NewSequence) -> SequenceState | None:
-        """Find the encoder input of a new sequence. Raises InvalidStepError if a required encoder input is missing."""
+        """The encoder input of a new sequence. Raises InvalidStepError if it is required and missing."""
         if new.is_encoder or not self._limits.max_encoder_len:
             return None
         encoder = self._known(new.encoder_id)
         if not encoder.is_encoder:
-            raise InvalidStepError(f"sequence {new.sequence_id}: sequence {new.encoder_id} is none for an encoder")
+            raise InvalidStepError(f"sequence {new.sequence_id}: sequence {new.encoder_id} is no encoder input")
         return encoder
 
     def _fork(self, fork: Fork) -> None:
@@ -291,16 +284,16 @@ class Session:
         return chunks
 
     def _check_encoder(self, sequence: SequenceState, stop: int, samples: bool) -> None:
-        """Raise InvalidStepError if the encoder input is not computed whole, or if its audio features are missing."""
-        where = f"sequence {sequence.sequence_id} is for an encoder"
+        """Raise InvalidStepError if the encoder input is not computed whole, or lacks audio features."""
+        where = f"sequence {sequence.sequence_id} is an encoder input"
         if samples or sequence.num_computed_tokens or stop != len(sequence.token_ids):
             raise InvalidStepError(f"{where} and is not computed whole")
         if len(sequence.features) != self._limits.feature_bytes:
             raise InvalidStepError(f"{where} and came without features")
 
     def _check_encoders(self, chunks: Iterable[ScheduledChunk]) -> None:
-        """Raise InvalidStepError if the step has too many encoder tokens or too many other tokens, or if a sequence
-        attends to an encoder input that is not computed."""
+        """Raise InvalidStepError for too many encoder tokens or other tokens, or for an encoder input that is not
+        computed."""
         encoded = {chunk.sequence.sequence_id for chunk in chunks if chunk.sequence.is_encoder}
         num_encoder_tokens = sum(chunk.stop for chunk in chunks if chunk.sequence.is_encoder)
         num_tokens = sum(chunk.stop - chunk.start for chunk in chunks) - num_encoder_tokens
@@ -314,16 +307,15 @@ class Session:
                 raise InvalidStepError(
                     f"sequence {sequence.sequence_id} attends to sequence {encoder.sequence_id}, which is not computed"
                 )
-        for number, most in (
-            (num_tokens, self._limits.max_num_batched_tokens),
-            (num_encoder_tokens, self._limits.max_num_encoder_tokens),
+        for number, kind, most in (
+            (num_tokens, "tokens outside of encoder inputs", self._limits.max_num_batched_tokens),
+            (num_encoder_tokens, "tokens of encoder inputs", self._limits.max_num_encoder_tokens),
         ):
             if number > most:
-                raise InvalidStepError(f"{number} tokens; the limit is {most}, for encoders and for all others")
+                raise InvalidStepError(f"{number} {kind}; the limit is {most}")
 
     def _check_pooling(self, sequence: SequenceState, stop: int, drafts: "array[int]") -> None:
-        """Raise InvalidStepError if the worker cannot pool the sequence, or if a pooled sequence would compute tokens
-        after its prompt."""
+        """Raise InvalidStepError if the worker cannot pool the sequence, or for tokens after a pooled prompt."""
         where = f"sequence {sequence.sequence_id}"
         pooling = sequence.sampling.pooling
         if pooling is not None:
@@ -332,12 +324,12 @@ class Session:
                 raise InvalidStepError(f"{where} is pooled by {pooling.type.name}, which this worker does not do")
         if pooling is None:
             if self._limits.is_encoder:
-                raise InvalidStepError(f"{where} is to sample tokens, and this worker holds an encoder")
+                raise InvalidStepError(f"{where} samples tokens, and this worker's model is an encoder")
             return
         if drafts or stop > sequence.num_prompt_tokens:
             raise InvalidStepError(f"{where} is pooled and has nothing to compute but its prompt")
         if self._limits.is_encoder and not sequence.num_computed_tokens == stop - sequence.num_prompt_tokens == 0:
-            raise InvalidStepError(f"{where} is not computed whole, and this worker holds an encoder")
+            raise InvalidStepError(f"{where} is not computed whole, and this worker's model is an encoder")
 
     def _known(self, sequence_id: int) -> SequenceState:
         try:

@@ -1,6 +1,4 @@
-"""Decides how many draft tokens each step verifies, by estimates of the probability that a draft is right. The drafter
-makes these estimates by comparing earlier drafts with the sampled tokens.
-"""
+"""Decides how many drafts each step verifies, by how often earlier drafts were right."""
 
 import time
 from array import array
@@ -30,7 +28,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """A request to a proposer: draft up to `number` tokens after the first `num_tokens` tokens of a sequence."""
+    """A request to a proposer: up to `number` drafts after the first `num_tokens` tokens."""
 
     sequence: SequenceState
     num_tokens: int
@@ -38,53 +36,41 @@ class Beginning:
 
 
 class Proposer(Protocol):
-    """Proposes draft tokens, for example an n-gram search or a draft model."""
+    """Proposes drafts, for example by an n-gram search or a draft model."""
 
     @property
     def cost(self) -> StepCost | None:
-        """The cost of drafting one token for each of several sequences, or None if the cost is negligible.
+        """The cost of one draft for each of several sequences, or None if negligible.
 
-        If the cost is negligible, tokens are drafted after every step, even if the next step has no room to verify
-        them. By these drafts, the drafter measures in every step how often drafts are right.
-        """
+        With negligible cost, tokens are drafted after every step, even without room to verify them, to measure how
+        often drafts are right."""
 
     def most_behind(self, num_tokens: int) -> int:
-        """The maximum number of tokens that the proposer can draft after a sequence's first `num_tokens` tokens."""
+        """Maximum drafts after a sequence's first `num_tokens` tokens."""
 
     def step_begins(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> None:
-        """Prepare for drafting in a step. The drafter calls this method before the device computes the step.
-
-        chunks: the step's chunks, with placeholders for as many drafts as the scheduler allows.
-        """
+        """Called before the device computes a step. chunks: with placeholders for drafts."""
 
     def propose(self, beginnings: Sequence[Beginning]) -> list[list[int]]:
-        """Draft up to `number` tokens for each `Beginning`. Returns one list of draft tokens for each `Beginning`."""
+        """One list of drafts for each `Beginning`."""
 
 
 @dataclass(slots=True)
 class _Record:
-    """The last drafts of one sequence, and estimates of the success of its drafts."""
-
     chance: float
-    """Estimated probability that a draft is right, if all drafts before it in the same step are right."""
+    """Estimated probability that a draft is right, if the drafts before it are right."""
     share: float
-    """Share of the sequence's steps after which the proposer has found draft tokens."""
+    """Share of steps after which the proposer has found drafts."""
     drafted: list[int] = field(default_factory=list)
     num_tokens: int = 0
-    """Number of tokens that the sequence had when `drafted` was made."""
+    """Tokens of the sequence when `drafted` was made."""
     wanted: int = 0
-    """Number of drafts for which the scheduler should reserve tokens of the sequence's steps, as last reported to the
-    scheduler.
-    """
+    """Drafts for which the scheduler should reserve tokens, as last reported."""
 
 
 class Drafter:
-    """Drafts tokens for the sequences of one worker. Only the device thread uses a `Drafter`.
-
-    The method `begins` chooses the drafts that a step verifies, within the room that the scheduler has reserved. The
-    method `ends` compares the step's drafts with the tokens that the step has sampled, and requests room for drafts in
-    later steps.
-    """
+    """Drafts tokens for the sequences of one worker, on the device thread. `begins` chooses the drafts that a step
+    verifies; `ends` learns from the sampled tokens, and requests room for drafts."""
 
     def __init__(
         self,
@@ -95,11 +81,8 @@ class Drafter:
         *,
         runs_ahead: bool = False,
     ) -> None:
-        """Create the drafter of a worker.
-
-        most: the maximum number of drafts of one sequence in one step. runs_ahead: whether the worker launches steps
-        without drafts before the previous step has ended.
-        """
+        """most: maximum drafts of one sequence in one step. runs_ahead: whether steps without drafts are launched
+        early."""
         self._proposer = proposer
         self._most = most
         self._vocabulary_size = vocabulary_size
@@ -112,7 +95,7 @@ class Drafter:
         self._has_failed = False
 
     def begins(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
-        """Choose the drafts that a step verifies. Returns the step's chunks with drafts in place of placeholders."""
+        """Returns the step's chunks with drafts in place of placeholders."""
         if self._has_failed:
             return [chunk.with_drafts(NO_DRAFTS) for chunk in chunks]
         self._proposer.step_begins(output, chunks)
@@ -128,8 +111,7 @@ class Drafter:
                 rooms[row] = min(rooms[row], len(record.drafted)) if is_current else 0
             elif rooms[row]:
                 rooms[row] = min(rooms[row], self._proposer.most_behind(num_known))
-        # The cost of the pause before the step counts as 0, because the worker has already waited and not launched the
-        # step early.
+        # The pause counts as 0 here, because the step was not launched early anyway.
         numbers = numbers_of_drafts(
             [record.chance for record in records], rooms, self._cost, 0.0, drafting=self._proposer.cost
         )
@@ -145,9 +127,7 @@ class Drafter:
         ]
 
     def _propose_in_step(self, chunks: Sequence[ScheduledChunk], numbers: Sequence[int]) -> None:
-        """Draft `numbers[i]` tokens after chunk i. In the same passes, a draft model also computes new tokens of
-        unfinished prompts.
-        """
+        """Draft `numbers[i]` tokens after chunk i. The same passes compute new tokens of unfinished prompts."""
         beginnings = [
             Beginning(chunk.sequence, chunk.start + 1, number)
             for chunk, number in zip(chunks, numbers, strict=True)
@@ -161,19 +141,16 @@ class Drafter:
         return 0 <= token_id < self._vocabulary_size
 
     def launched(self, output: SchedulerOutput, seconds: float) -> None:
-        """Record that launching a step took `seconds`. Before a step with drafts, the device is idle during drafting
-        and launching.
-        """
+        """Record the seconds of a launch: the device is idle while a step with drafts is drafted and launched."""
         if self._runs_ahead and output.num_draft_tokens:
             waited = self._seconds_after + self._seconds_before + seconds
             self._pause += LEARNING * (waited - self._pause)
 
     def ends(self, chunks: Sequence[ScheduledChunk], seconds: float) -> list[int]:
-        """Learn from a step that has ended. Returns the number of drafts for which the scheduler should reserve tokens
-        of later steps, for each sampling sequence. The list is empty if no number has changed.
+        """Learn from a step. Returns the drafts for which the scheduler should reserve tokens, for each sampling
+        sequence; empty if unchanged.
 
-        chunks: the chunks of the step, with the verified drafts. seconds: the duration of the step.
-        """
+        chunks: with the verified drafts. seconds: the step's duration."""
         began = time.perf_counter()
         numbers = self._wanted(chunks, seconds)
         self._seconds_after = time.perf_counter() - began
@@ -205,8 +182,7 @@ class Drafter:
                 shares=[record.share for record in records],
                 drafting=self._proposer.cost,
             )
-            # If drafts save time for a sequence, room for the maximum number of drafts is requested. The next step may
-            # verify fewer drafts.
+            # Where drafts pay, room for the maximum is requested. The next step may verify fewer.
             wanted = [most if number else 0 for most, number in zip(mosts, numbers, strict=True)]
         sampling = [
             (record, number) for record, number, chunk in zip(records, wanted, chunks, strict=True) if chunk.samples
@@ -218,7 +194,7 @@ class Drafter:
         return [number for _, number in sampling]
 
     def _look_up(self, ends: Sequence[tuple[SequenceState, int]]) -> None:
-        """Draft tokens after the known tokens of sequences, even if no step will verify the drafts."""
+        """Draft after the known tokens, even if no step will verify the drafts."""
         found = self._propose([Beginning(sequence, num_tokens, self._most) for sequence, num_tokens in ends])
         for (sequence, num_tokens), drafted in zip(ends, found, strict=True):
             record = self._record(sequence)
@@ -228,18 +204,14 @@ class Drafter:
     def _propose(self, beginnings: Sequence[Beginning]) -> list[list[int]]:
         try:
             return self._proposer.propose(beginnings)
-        # If drafting raises an error, the step must not fail. The worker stops drafting, and continues to compute steps
-        # without drafts.
+        # The step must not fail: the worker continues without drafts.
         except Exception as error:
-            log.exception("guessing failed, and has ended", reason=reason(error))
+            log.exception("drafting failed, and has ended", reason=reason(error))
             self._has_failed = True
             return [[] for _ in beginnings]
 
     def _learn(self, sequence: SequenceState, num_tokens: int) -> None:
-        """Compare the sampled tokens of a sequence with its drafts, and adjust the estimates of success.
-
-        num_tokens: the number of known tokens of the sequence.
-        """
+        """Compare sampled tokens with drafts, and adjust the estimates. num_tokens: known tokens of the sequence."""
         record = self._record(sequence)
         came = sequence.token_ids[record.num_tokens : num_tokens] if record.drafted else ()
         for drafted, token_id in zip(record.drafted, came, strict=False):
@@ -265,9 +237,8 @@ def _observed(share: float, is_so: bool, rate: float) -> float:
 
 
 def _num_known(chunk: ScheduledChunk) -> int:
-    """The number of tokens of a chunk's sequence that are known after the step. If the next step is already launched,
-    the sequence ends with a placeholder for that step's token, which is not counted.
-    """
+    """Tokens of a chunk's sequence that are known after the step. The placeholder of a step launched ahead does not
+    count."""
     if chunk.drafts:
         return len(chunk.sequence.token_ids)
     num_known = chunk.stop + 1 if chunk.samples else chunk.stop
@@ -275,9 +246,7 @@ def _num_known(chunk: ScheduledChunk) -> int:
 
 
 def may_be_drafted_for(sequence: SequenceState) -> bool:
-    """Whether tokens can be drafted for a sequence. A pooled sequence has no next token, and a beam has several next
-    tokens.
-    """
+    """A pooled sequence has no next token, and a beam has several."""
     sampling = sequence.sampling
     return (
         sampling.pooling is None

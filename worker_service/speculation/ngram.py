@@ -1,6 +1,4 @@
-"""Drafts the tokens that followed an earlier occurrence of a sequence's last tokens (prompt lookup decoding, Saxena
-2023).
-"""
+"""Drafts what followed an earlier occurrence of a sequence's last tokens (prompt lookup decoding, Saxena 2023)."""
 
 import sys
 from collections.abc import Sequence
@@ -16,13 +14,11 @@ from worker_service.speculative_config import FEWEST, MAX
 
 
 def draft(token_ids: npt.NDArray[np.int64], most: int, fewest: int = FEWEST, longest: int = MAX) -> list[int]:
-    """Find the longest earlier occurrence of a sequence's last tokens, and draft the tokens that followed it. If
-    several occurrences are equally long, the latest occurrence is used.
+    """Draft what followed the longest earlier occurrence of the last tokens, and the latest of equally long ones.
 
-    token_ids: shape [tokens]. Returns `most` tokens, or an empty list if the last `fewest` tokens have not occurred
-    before. At most the last `longest` tokens are compared. If the draft reaches the end of the sequence, the draft
-    continues with its own first tokens. A call takes 20 µs for 1,000 tokens, and 70 µs for 100,000 tokens.
-    """
+    token_ids: [tokens]. Returns `most` tokens, or an empty list if the last `fewest` tokens have not occurred before.
+    At most `longest` tokens are compared. At the sequence's end, the draft repeats itself. A call takes 20 µs for 1,000
+    tokens, and 70 µs for 100,000."""
     num_tokens = len(token_ids)
     if num_tokens <= fewest or most < 1:
         return []
@@ -47,16 +43,12 @@ def draft(token_ids: npt.NDArray[np.int64], most: int, fewest: int = FEWEST, lon
 
 
 class Ngrams:
-    """A proposer that drafts by searching each sequence for an earlier occurrence of its last tokens."""
+    """A proposer that searches each sequence for an earlier occurrence of its last tokens."""
 
     cost: StepCost | None = None
 
     def __init__(self, fewest: int = FEWEST, longest: int = MAX) -> None:
-        """Create a proposer.
-
-        fewest: the minimum number of last tokens that must have occurred before. longest: the maximum number of last
-        tokens that are compared.
-        """
+        """fewest: last tokens that must have occurred before. longest: last tokens to compare at most."""
         self._fewest = fewest
         self._longest = longest
 

@@ -1,50 +1,37 @@
-"""Chooses the number of drafts to verify in a step, so that the step gains the most tokens a second. The costs of
-recent steps are measured for this choice.
+"""Chooses the number of drafts to verify in a step, so that the step gains the most tokens a second.
 
-A step that samples for n sequences and verifies k drafts computes n + k tokens. The step gains n + e tokens, where e is
-the expected number of accepted drafts. If memory bandwidth limits the speed of a step, verifying k drafts costs little
-time. If computation limits the speed of a step, each draft costs as much time as any other token, so no draft is worth
-its time.
+With n sequences and k drafts, a step computes n + k tokens and gains n + e tokens, where e is the expected number of
+accepted drafts. If memory bandwidth limits the step, drafts cost little; if computation does, no draft is worth its
+time.
 
-On a worker that launches steps before the previous step has ended, drafts also cost a pause of the device between two
-steps. Drafts depend on the tokens that the last step sampled, so a step with drafts cannot be launched early.
-"""
+On a worker that launches steps ahead, drafts also cost a pause, because a step with drafts depends on the last
+tokens."""
 
 from collections.abc import Sequence
 from itertools import repeat
 
 DECAY = 0.95
-"""Factor by which the weight of a measured step in the cost estimate shrinks with each later step."""
+"""Factor by which each later step shrinks a measured step's weight."""
 CERTAINTY = 8.0
-"""Weight of the initial slope in the least-squares fit, in units of a squared difference between two steps' numbers of
-tokens.
-"""
+"""Weight of the initial slope in the least-squares fit, in squared tokens."""
 FIRST_PAUSE = 0.001
-"""First estimate, in seconds, of the pause of the device before a step with drafts."""
+"""First estimate of the device's pause before a step with drafts, in seconds."""
 FIRST_CHANCE = 0.5
 FIRST_SHARE = 0.5
 HOPE = 0.8
-"""First estimate of the probability that a draft is right, for proposers whose drafting costs time. The estimate is
-high, because the drafter can learn how often drafts are right only by drafting.
-"""
+"""First estimate that a draft is right, if drafting costs time. High, because only drafting shows how often drafts are
+right."""
 LEARNING = 0.1
 FORGETTING = 0.002
-"""While no tokens are drafted for a sequence, its estimated probability of right drafts returns to the first estimate
-at this rate in each step. After some time, the drafter therefore tries drafts again.
-"""
+"""Rate in each step without drafts at which a sequence's estimate returns to the first, so that drafts are tried
+again."""
 
 
 class StepCost:
-    """The duration of a step in seconds as a linear function of its number of tokens, fitted to recent steps (decayed
-    least squares).
-    """
+    """A step's seconds as a linear function of its tokens, fitted to recent steps (decayed least squares)."""
 
     def __init__(self, seconds_per_token: float) -> None:
-        """Create an estimate of the cost of steps.
-
-        seconds_per_token: a measurement of prefill, which is used as the slope until steps of different sizes have been
-        measured.
-        """
+        """seconds_per_token: from prefill, the slope until steps of different sizes are measured."""
         self._first_slope = seconds_per_token
         self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
 
@@ -80,18 +67,14 @@ def numbers_of_drafts(
     shares: Sequence[float] | None = None,
     drafting: StepCost | None = None,
 ) -> list[int]:
-    """Choose the number of drafts to verify for each sequence of a step. The number is zero for a sequence whose drafts
-    are not worth their time.
+    """Choose the number of drafts to verify for each sequence; 0 if drafts are not worth their time.
 
-    chances: for each sequence, the probability that a draft is right if the drafts before it are right. mosts: the
-    maximum number of drafts of each sequence. shares: for each sequence, the probability that the proposer finds
-    drafts, 1 by default. pause: seconds for which the device is idle before a step with drafts. drafting: the cost of a
-    pass that drafts one token for each of several sequences, or None if the cost is negligible. The number of passes is
-    the largest number of drafts of a sequence.
+    chances: probability that a draft is right if those before it are. mosts: maximum drafts. shares: probability that
+    drafts are found, 1 by default. pause: idle seconds before a step with drafts. drafting: cost of a pass that drafts
+    one token for each sequence, or None if negligible.
 
-    The function tries each possible number of passes. For each number of passes, it adds the likeliest drafts as long
-    as the tokens a second increase.
-    """
+    For each possible number of drafting passes, the likeliest drafts are added as long as the tokens a second
+    increase."""
     num_sequences = len(chances)
     numbers = [0] * num_sequences
     if not any(mosts):
@@ -100,8 +83,8 @@ def numbers_of_drafts(
     slope = cost.slope + (0.0 if drafting is None else drafting.slope)
     alone = cost.of(num_sequences)
     best, chosen = num_sequences / alone, list[int]()  # `chosen`: a row for each draft
-    # Drafts as tuples (expected tokens that the draft adds, row of the sequence, number of the draft in the row).
-    # Drafts that cost more time than they save are left out.
+    # (expected tokens that the draft adds, row of the sequence, number of the draft in the row), only of drafts that
+    # pay.
     likely = list[tuple[float, int, int]]()
     for row, (chance, most, share) in enumerate(zip(chances, mosts, shares or repeat(1.0), strict=False)):
         gain = share

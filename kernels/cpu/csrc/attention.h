@@ -1,26 +1,17 @@
-// Paged attention on the CPU. Keys and values are read in place, in the blocks of the KV cache, without a copy.
+// Paged attention on the CPU, with keys and values read in place.
 //
-// The work of attention is split into items. An item contains a few consecutive query tokens of a sequence, and the
-// keys that these tokens attend to. A row of an item is one query token with one of the query heads that share a key
-// head. An item is computed in tiles of 64 keys. For each row, the running largest score, sum of exponentials and
-// weighted sum of values are kept (online softmax, Milakov and Gimelshein, 2018; tiles as in FlashAttention, Dao et
-// al., 2022). If a sequence with one query token has a long context, its keys are split into parts, and the parts'
-// results are merged afterwards (flash-decoding; Dao et al., 2023). If the threads have little other work, the keys of
-// several query tokens (drafts that are verified) are also split. For verified drafts on two threads, splitting makes
-// attention of 1 sequence 20% faster. Splitting would make attention of 8 sequences up to an eighth slower.
+// Work is split into items (attention_items.h): a few consecutive query tokens of a sequence, and their keys. A row is
+// a query token with one of the query heads of a key head. Tiles have 64 keys; a row keeps its largest score, sum of
+// exponentials and weighted values (online softmax, Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022).
+// Long contexts of single query tokens are split into parts, whose results are merged (flash-decoding; Dao et al.,
+// 2023). Keys of verified drafts are split, too, if the threads have little other work: on two threads, 1 sequence is
+// 20% faster, 8 would be up to an eighth slower.
 //
-// Block tables of sequences with a common prompt begin with the same blocks. The parts of the context in shared blocks
-// are computed for all these sequences together. An item for shared parts contains one query token of each sequence,
-// and reads and transposes every tile of keys once for all tokens (cascade attention, Ye et al., 2024, and Hydragen;
-// Juravsky et al., 2024).
+// Parts in blocks that several sequences share are computed once: an item then has one query token of each sequence,
+// and transposes each tile once for all (cascade attention, Ye et al., 2024; Hydragen, Juravsky et al., 2024).
 //
-// Attention is batch-invariant: the bits of a row depend only on its query and its keys, not on other tokens or the
-// number of threads. A token's result thus has the same bits in a prompt, in a decode and after a draft token. To be
-// batch-invariant, tiles and parts of keys begin at multiples of their sizes, wherever items begin. Sums over keys are
-// computed part by part, even if one item computes all parts. A masked key adds zero to a row's sums.
-//
-// attention_items.h splits the work into items. The tile engines that attention_tiles.h lists multiply tiles of
-// queries, keys and values.
+// Attention is batch-invariant: a row's bits depend only on its query and keys. Tiles and parts of keys therefore begin
+// at multiples of their sizes, sums are computed part by part even in one item, and masked keys add zero.
 #pragma once
 
 #include <algorithm>
@@ -40,9 +31,8 @@ namespace pagewire {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// Merges a row's results for a part of its keys into the results for the earlier parts. The results of a part are the
-// largest score, the sum of exponentials and the weighted values. If a part has no unmasked keys, merging the part
-// changes nothing. The results of the first part are copied.
+// Merges a part's largest score, sum of exponentials and weighted values into those of earlier parts. A part without
+// unmasked keys changes nothing. The first part is copied.
 inline void merge_part(float* merged, float maximum, float total, const float* sums, int64_t head_dim) {
   if (maximum == -kInfinity) return;
   const float top = merged[0] > maximum ? merged[0] : maximum;  // NaN if the part's score is NaN
@@ -57,14 +47,13 @@ inline void merge_part(float* merged, float maximum, float total, const float* s
 template <typename T, typename Tiles>
 class Attender {
  public:
-  // Announces the item that the next call of `attend` computes, so that the item's first tile is prefetched.
+  // Announces the next item of `attend`, whose first tile is prefetched.
   void expect(const Attention<T>& a, const Item& item) {
     if (item.keys_begin < item.keys_end) locate(a, item, first_tile(item), *coming_);
   }
 
-  // Computes attention for an item, which must have been announced by `expect`. then: the item that this thread
-  // computes next, or null. partials: memory for the results of parts, which are the largest score, the sum of
-  // exponentials and the weighted values of each row.
+  // Computes an item that `expect` has announced. then: this thread's next item, or null. partials: for the parts'
+  // results, of each row the largest score, the sum of exponentials and the weighted values.
   void attend(const Attention<T>& a, const Work& work, const Item& item, const Item* then, float* partials) {
     const int64_t group = a.num_heads / a.num_kv_heads, rows = item.tokens * group;
     tiles_.start(a, rows);
@@ -119,14 +108,14 @@ class Attender {
     for (int64_t row = 0; row < rows; ++row) merged_[row * (a.head_dim + 2)] = -kInfinity;
   }
 
-  // Merges a row's sums over the current part of the keys with the row's sums over all earlier parts.
+  // Merges a row's current part into all earlier ones.
   void merge_row(const Attention<T>& a, int64_t row) {
     merge_part(
         &merged_[row * (a.head_dim + 2)], maxima_[row] * Tiles::kLogBase, sum(Vec::loadu(&totals_[row * kLanes])), &sums_[row * a.head_dim],
         a.head_dim);
   }
 
-  // Finds the addresses of a tile's keys and values in the cache, and prefetches the keys and values.
+  // Finds the addresses of a tile's keys and values, and prefetches both.
   void locate(const Attention<T>& a, const Item& item, int64_t first, Tile<T>& tile) {
     tile.count = std::min(kTileKeys, item.keys_end - first);
     const int64_t begin = std::max<int64_t>(0, item.keys_begin - first);
@@ -150,8 +139,7 @@ class Attender {
     }
   }
 
-  // Stores the addresses of a tile's keys and values. first: position of the tile's first key in the sequence. pool:
-  // the KV cache's memory, whose elements have type E.
+  // first: position of the tile's first key. pool: memory of the KV cache, of type E.
   template <typename E>
   static void find(
       const Attention<T>& a, const Item& item, int64_t first, const E* pool, const E** keys, const E** values,
@@ -172,7 +160,7 @@ class Attender {
     }
   }
 
-  // Converts the current tile's 8-bit keys and values to T.
+  // Converts the tile's 8-bit keys and values to T.
   void widen_tile(const Attention<T>& a) {
     widened_.resize(2 * kTileKeys * a.head_dim);
     T* target = widened_.data();
@@ -191,12 +179,10 @@ class Attender {
       ((Vec::loadu(&scores_[i]) * Vec(a.scale / a.soft_cap)).tanh() * Vec(a.soft_cap)).store(&scores_[i]);
   }
 
-  // Scales the scores, and adds to each score the bias for the key's distance. Scores of keys after the row's token may
-  // have any value. distance: from the tile's first key to the first row's token. The biases of neighbouring keys are
-  // neighbours in the bias table, in reverse order, so one load fills a vector. At the first and last entries of the
-  // bias table, a vector requires one load for each key. `add_bias` is not inlined, because it would occupy registers
-  // of `attend`. If `add_bias` were inlined, attention of a prompt in float32 without a bias would take a tenth more
-  // time.
+  // Scales scores, and adds the bias by distance. Scores after the row's token are arbitrary. distance: from the tile's
+  // first key to the first row's token. Neighbouring keys' biases are neighbours in reverse order, so one load fills a
+  // vector, but one load a key at the table's ends. Inlined, it would take registers of `attend`: a float32 prompt
+  // without bias would take a tenth more time.
   [[gnu::noinline]] void add_bias(
       const Attention<T>& a, const Item& item, int64_t distance, int64_t rows, int64_t group) {
     const int64_t last = a.num_distances - 1;
@@ -219,8 +205,7 @@ class Attender {
     }
   }
 
-  // Masks the scores of keys that a row must not attend to. distance: from the tile's first key to the first row's
-  // token.
+  // Masks keys that a row must not see. distance: from the tile's first key to the first row's token.
   void hide(const Attention<T>& a, int64_t distance, int64_t rows, int64_t group) {
     const int64_t last_token = (rows - 1) / group;
     const bool all_behind = distance + 1 >= kTileKeys && current_->count == kTileKeys;
@@ -234,8 +219,8 @@ class Attender {
     }
   }
 
-  // Computes a tile's softmax weights from unscaled scores. Each stage of the softmax is a pass over all rows, because
-  // a row's next stage must wait for the result of the row's previous stage.
+  // Softmax weights from unscaled scores. Each stage is a pass over all rows, because a row's stages wait for each
+  // other.
   void weigh(int64_t rows, float scale) {
     for (int64_t row = 0; row < rows; ++row) {
       Vec best = Vec::loadu(&scores_[row * kTileKeys]);
@@ -243,7 +228,7 @@ class Attender {
         best = at::vec::maximum(best, Vec::loadu(&scores_[row * kTileKeys + i]));
       const float found = largest(best) * scale, before = maxima_[row];  // as logarithms to the base
       maxima_[row] = before > found ? before : found;  // NaN if `found` is NaN; corrections then stay NaN
-      // While a row has no unmasked key, the offset is 0 instead of -inf, because -inf minus -inf would be NaN.
+      // Without an unmasked key, the offset is 0, because -inf minus -inf is NaN.
       offsets_[row] = maxima_[row] == -kInfinity ? 0.0f : maxima_[row];
       corrections_[row] = before - offsets_[row];
     }
@@ -289,8 +274,7 @@ class Attender {
   Buffer<float> merged_;  // [rows]: the largest score, the sum of exponentials, the weighted values
 };
 
-// Merges one row's results of `count` parts. part: the results of the first part; the results of parts are `stride`
-// floats apart.
+// Merges a row's `count` parts. part: the first part's results; parts are `stride` floats apart.
 template <typename T>
 void merge_parts(const float* part, int64_t count, int64_t stride, int64_t head_dim, T* out) {
   std::vector<float> merged(head_dim + 2, 0.0f);
@@ -307,8 +291,8 @@ void paged_attention(const Attention<T>& a) {
   const std::vector<Item>& items = work.items;
   const int64_t group = a.num_heads / a.num_kv_heads, stride = group * (a.head_dim + 2);
   std::vector<float> partials(work.num_partials * stride);
-  // Items have different numbers of keys, so each thread takes the next item when it has finished an item. While many
-  // items are left, a thread reserves its next item early, so that the next item's keys are prefetched.
+  // Items differ in keys, so threads take the next item when done. While many are left, the next is reserved early, to
+  // prefetch its keys.
   const size_t plenty = 2 * static_cast<size_t>(at::get_num_threads());
   std::atomic<size_t> next{0};
   Team::run(at::get_num_threads(), [&](int64_t) {

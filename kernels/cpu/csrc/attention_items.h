@@ -1,5 +1,4 @@
-// Splits the work of attention into items; each thread computes one item at a time. attention.h explains why items are
-// split, merged and shared.
+// Splits attention into items, which attention.h explains.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -12,26 +11,24 @@
 
 namespace pagewire {
 
-constexpr int64_t kItemRows = 32;   // with 32 rows, transposing a tile of keys costs a tenth of multiplying it
+constexpr int64_t kItemRows = 32;  // transposing a tile of keys then costs a tenth of multiplying it
 constexpr int64_t kPartKeys = 512;  // keys of a part; a multiple of a tile
 
 struct Item {
   int64_t sequence, kv_head;  // the first sequence, if several sequences share blocks
   int64_t first_row, tokens;  // rows of the query
-  int64_t first_position;     // position of the first token, or of the last key if attention is not causal
+  int64_t first_position;  // of the first token; not causal: of the last key
   int64_t keys_begin, keys_end;
   int64_t partial;      // place of a part's results, one for each token; -1: write to the output
   int64_t shared = -1;  // first token in `Work::shared` if the tokens belong to several sequences
 };
 
-// A query token of an item that serves several sequences: the token's row, and the place of the token's results for the
-// item's part of the keys.
+// A query token of an item for several sequences: its row, and the place of its results for the part.
 struct SharedToken {
   int64_t row, partial;
 };
 
-// Query tokens whose keys are split into parts, and the place of the parts' results. The results of a token's
-// consecutive parts are `tokens` entries apart.
+// Query tokens with split keys. A token's consecutive parts are `tokens` entries apart.
 struct Merge {
   int64_t kv_head, first_row, tokens, partial, count;
 };
@@ -50,15 +47,14 @@ struct Work {
   }
 };
 
-// A decode: the only query token of a sequence whose keys are split into several parts.
+// A sequence's only query token, with keys in several parts.
 struct Decode {
   int64_t sequence, row, end;
   int64_t num_shared = 0;  // parts shared with other decodes
 };
 
-// Groups decodes by the first block of their contexts. `alike_in_part` then splits these groups part by part, because
-// decodes that share a part of their contexts also share all earlier parts. If no blocks are shared, grouping costs one
-// look-up in a hash table for each decode.
+// Groups decodes by their first block; `alike_in_part` then splits groups part by part, because shared parts come
+// first. Without shared blocks, the cost is one look-up in a hash table a decode.
 template <typename T>
 std::vector<std::vector<size_t>> alike(const Attention<T>& a, const std::vector<Decode>& decodes) {
   std::vector<std::vector<size_t>> groups;
@@ -71,8 +67,7 @@ std::vector<std::vector<size_t>> alike(const Attention<T>& a, const std::vector<
   return groups;
 }
 
-// Splits a group of decodes into groups that have the same blocks in part number `part` of their contexts. A decode
-// whose context has no keys after this part is left out.
+// Splits a group by the blocks of part number `part`. Decodes without keys after this part are left out.
 template <typename T>
 std::vector<std::vector<size_t>> alike_in_part(
     const Attention<T>& a, const std::vector<Decode>& decodes, const std::vector<size_t>& group, int64_t part) {
@@ -98,7 +93,7 @@ Work cut_into_items(const Attention<T>& a) {
   const bool is_little = a.num_sequences * a.num_kv_heads < 2 * at::get_num_threads();
   const bool can_share = a.window == 0 && a.bias == nullptr;
   const auto add_parts = [&](Item item, int64_t begin, int64_t end, int64_t num_shared) {
-    // The results of the parts that are shared with other decodes come first.
+    // Parts shared with other decodes come first.
     work.merges.push_back({item.kv_head, item.first_row, item.tokens, work.num_partials, num_shared});
     work.num_partials += num_shared * item.tokens;
     for (int64_t key = std::max(begin, num_shared * kPartKeys); key < end; key = item.keys_end) {
@@ -115,8 +110,7 @@ Work cut_into_items(const Attention<T>& a) {
     const int64_t computed = a.context_lens[sequence] - queries;
     for (int64_t token = 0; token < queries; token += tokens_an_item) {
       const int64_t tokens = std::min(tokens_an_item, queries - token);
-      // If attention is not causal, every token gets the position of the last key, so that every token attends to all
-      // keys.
+      // Not causal: all tokens get the position of the last key, and so see all keys.
       const int64_t position = a.causal ? computed + token : a.context_lens[sequence] - 1;
       const int64_t begin = a.window > 0 ? std::max<int64_t>(0, position - a.window + 1) : 0;
       const int64_t end = a.causal ? position + tokens : a.context_lens[sequence];
@@ -137,7 +131,7 @@ Work cut_into_items(const Attention<T>& a) {
     }
   }
   auto groups = alike(a, decodes);
-  std::vector<std::pair<int64_t, std::vector<size_t>>> shared;  // number of a part, and the decodes that share it
+  std::vector<std::pair<int64_t, std::vector<size_t>>> shared;  // number of a part, and its decodes
   for (int64_t part = 0; !groups.empty(); ++part) {
     std::vector<std::vector<size_t>> longer;
     for (const auto& group : groups) {
@@ -161,8 +155,7 @@ Work cut_into_items(const Attention<T>& a) {
       for (int64_t kv_head = 0; kv_head < a.num_kv_heads; ++kv_head) {
         const int64_t begin = part * kPartKeys, end = begin + kPartKeys;
         const auto tokens = std::min<int64_t>(tokens_an_item, group.size() - first);
-        // The item's position is `end`, because shared keys come before all query tokens and are therefore never
-        // masked.
+        // Position `end`: shared keys come before all query tokens, and are never masked.
         work.items.push_back(
             {decodes[group[first]].sequence, kv_head, 0, tokens, end, begin, end, 0,
              static_cast<int64_t>(work.shared.size())});

@@ -1,9 +1,7 @@
-// Tile engines: classes that multiply queries by a tile of keys, and softmax weights by a tile of values. `FloatTiles`
-// in this file supports every type. `Bf16Tiles` is in attention_tiles_bf16.h. `Int8Tiles` in attention_tiles_int8.h
-// multiplies keys and values that are stored as int8; the other engines first convert int8 to their type. All engines
-// read keys as [dim][key] and values as [key][dim], so that no sum crosses the lanes of a vector. An infinite or NaN
-// element of a value makes all rows of its item not finite, even rows of earlier tokens. The results of other items are
-// not affected.
+// Tile engines, which multiply queries by a tile of keys, and softmax weights by its values. `FloatTiles` supports
+// every type, `Bf16Tiles` has bf16 dot products, and `Int8Tiles` multiplies int8 that other engines first convert. All
+// read keys as [dim][key] and values as [key][dim], so that no sum crosses lanes. A value that is not finite makes all
+// rows of its item not finite, even earlier tokens', but no other items.
 #pragma once
 
 #include "kv_pool.h"
@@ -30,15 +28,14 @@ struct Attention {
   bool causal;
 };
 
-// Addresses of a tile's keys and values. Entries before the item's first key and after the item's last key point to
-// zeros, so that engines need not check the number of keys.
+// A tile's keys and values. Before the item's first key and after its last, they point to zeros, so that engines need
+// not check.
 template <typename T>
 struct Tile {
   int64_t count = 0;
   const T* keys[kTileKeys];
   const T* values[kTileKeys];
-  // Addresses of keys and values in an 8-bit KV cache. If the tile engine multiplies type T, only entries from `begin`
-  // to `count` are set, and `widen_tile` converts these keys and values to T.
+  // In an 8-bit KV cache. If the engine multiplies type T, `widen_tile` converts the entries [begin, count) to T.
   int64_t begin = 0;
   const int8_t* narrow_keys[kTileKeys];
   const int8_t* narrow_values[kTileKeys];
@@ -49,7 +46,7 @@ inline void transpose(const float* source, int64_t source_stride, float* target,
     for (int64_t row = 0; row < rows; ++row) target[column * kTileKeys + row] = source[row * source_stride + column];
 }
 
-// Tile engine that multiplies in float32 and supports any head_dim.
+// Multiplies in float32, with any head_dim.
 template <typename T>
 class FloatTiles {
  public:
@@ -69,7 +66,7 @@ class FloatTiles {
     });
   }
 
-  // scores: [rows, 64]. Scores of entries without a key may have any value.
+  // scores: [rows, 64], arbitrary without a key.
   void score(int64_t rows, const Tile<T>& tile, float* scores) {
     fill_tile(tile.keys);
     transpose(tile_.data(), head_dim_, turned_.data(), kTileKeys, head_dim_);
@@ -85,7 +82,7 @@ class FloatTiles {
     }
   }
 
-  // This engine computes softmax weights as powers of e ** kLogBase.
+  // Softmax weights are powers of e ** kLogBase.
   static constexpr float kLogBase = 1.0f;
   static Vec power(const Vec& x) { return x.exp(); }
 

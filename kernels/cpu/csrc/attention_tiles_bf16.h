@@ -10,8 +10,7 @@
 
 namespace pagewire {
 
-// Tile engine that multiplies pairs of bf16 numbers and adds the products in float32. head_dim must be a multiple of
-// 32.
+// Multiplies pairs of bf16 numbers and adds in float32. head_dim must be a multiple of 32.
 class Bf16Tiles {
  public:
   using T = at::BFloat16;
@@ -41,12 +40,12 @@ class Bf16Tiles {
     for_columns(tile.count, [&](auto vectors) { score_columns<vectors()>(rows, scores); });
   }
 
-  // 2 ** x with a relative error of at most 1 in 9,000. Softmax weights are then rounded to bf16, which has a larger
-  // relative error, 1 in 500. The result is 0 for x = -inf and NaN for x = NaN. The polynomial's coefficients minimise
-  // the squared relative error at Chebyshev's points of [-1/2, 1/2], and its constant term is 1.
+  // 2 ** x with a relative error of at most 1 in 9,000; weights are then rounded to bf16, at 1 in 500. 0 for -inf, NaN
+  // for NaN. Coefficients minimise the squared relative error at Chebyshev's points of [-1/2, 1/2]; the constant term
+  // is 1.
   static constexpr float kLogBase = 0.6931471806f;
   static Vec power(const Vec& x) {
-    // If x is NaN, max returns its second argument, which is x.
+    // max returns its second argument for NaN
     const __m512 bounded = _mm512_max_ps(_mm512_set1_ps(-160.0f), x);
     const __m512 whole = _mm512_roundscale_ps(bounded, _MM_FROUND_TO_NEAREST_INT);
     const __m512 part = _mm512_sub_ps(bounded, whole);
@@ -78,7 +77,7 @@ class Bf16Tiles {
     return _mm512_dpbf16_ps(sum, (__m512bh)left, (__m512bh)right);
   }
 
-  // Returns the values of two neighbouring keys in 16 columns, interleaved: a pair of bf16 numbers for each column.
+  // The values of two neighbouring keys in 16 columns, interleaved as pairs of bf16.
   [[gnu::always_inline]] static __m512i interleaved(const Tile<T>& tile, int64_t pair, int64_t column) {
     const auto* even = reinterpret_cast<const __m256i*>(tile.values[2 * pair] + column);
     const auto* odd = reinterpret_cast<const __m256i*>(tile.values[2 * pair + 1] + column);

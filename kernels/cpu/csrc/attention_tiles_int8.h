@@ -1,4 +1,4 @@
-// Tile engine for attention over an int8 KV cache, with the byte dot product of AVX-512.
+// Tile engine for an int8 KV cache, with the byte dot product of AVX-512.
 #pragma once
 
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
@@ -12,18 +12,17 @@
 
 namespace pagewire {
 
-// Tile engine that multiplies the int8 keys and values of the KV cache without converting them, and sums products
-// exactly. Queries are quantised to 16 bits, with a scale for each row. Each softmax weight is multiplied by its
-// value's scale, and the product is quantised to 16 bits, with a scale for each row and tile. If a row's tiles shared
-// one scale, a large weight of a small value would round smaller weights to 0. The upper and lower bytes of the 16-bit
-// numbers are multiplied as two rows. The number of multiplications is the same as in `Bf16Tiles`, but no number is
-// converted, and half as many bytes are transposed. head_dim must be a multiple of 64.
+// Multiplies int8 keys and values unconverted, in exact sums. Queries have 16 bits and a scale for each row. Softmax
+// weights times their values' scales have 16 bits and a scale for each row and tile: with one scale for all tiles, a
+// large weight of a small value would round smaller weights to 0. Upper and lower bytes are multiplied as two rows: as
+// many multiplications as in `Bf16Tiles`, no conversion, and half the bytes to transpose. head_dim must be a multiple
+// of 64.
 class Int8Tiles {
  public:
   using T = at::BFloat16;
   static constexpr bool kMultipliesNarrow = true;
 
-  // Whether this engine can compute `a`. With a head_dim above 512, a sum of products could overflow 32 bits.
+  // Above a head_dim of 512, a sum of products could overflow 32 bits.
   static bool can(const Attention<T>& a) {
     return a.cache.narrow != nullptr && a.head_dim % 64 == 0 && a.head_dim <= 512;
   }
@@ -41,7 +40,7 @@ class Int8Tiles {
     weight_steps_.resize(rows);
   }
 
-  // If a query is not finite, its scale (`query_steps_`) is NaN, and its quantised numbers may have any value.
+  // If a query is not finite, its scale (`query_steps_`) is NaN, and its numbers are arbitrary.
   void load_query(int64_t row, const T* query) {
     Vec magnitudes(0);
     for (int64_t i = 0; i < head_dim_; i += 16) magnitudes = at::vec::maximum(magnitudes, widen(query + i).abs());
@@ -66,7 +65,7 @@ class Int8Tiles {
     for (int64_t group = 0; group < tile.count; group += 16) {
       for (int64_t word = 0; word < words_; word += 16) {
         __m512i r[16];
-        for (int i = 0; i < 16; ++i)  // converts to unsigned bytes by adding 128
+        for (int i = 0; i < 16; ++i)  // to unsigned bytes
           r[i] = _mm512_xor_si512(
               _mm512_loadu_si512(tile.narrow_keys[group + i] + 4 * word), _mm512_set1_epi8(-128));
         transpose_words(r);
@@ -106,15 +105,14 @@ class Int8Tiles {
   }
 
  private:
-  // GCC keeps sums in registers only if the sums have the type that GCC's dot product builtin returns, which is not
-  // __m512i.
+  // GCC keeps sums in registers only in the type of its dot product builtin, which is not __m512i.
   using Sums = int32_t __attribute__((vector_size(64)));
 
   static constexpr float kMostOfQuery = 127 * 256 + 127, kMostOfWeight = 65535;
   static constexpr float kLeast = 1e-33f;  // a smaller divisor would give infinity
 
-  // Quantises a row's weights to unsigned 16-bit numbers. The largest weight is found by comparing the floats' bits as
-  // integers, because non-negative floats sort like their bits, with NaN above all other floats.
+  // Quantises a row's weights to unsigned 16 bits. Non-negative floats sort like their bits, NaN above all, so the
+  // largest is found by comparing integers.
   void round_weights(int64_t row) {
     const float* products = &products_[row * kTileKeys];
     __m512i most = _mm512_setzero_si512();
@@ -136,14 +134,13 @@ class Int8Tiles {
       _mm512_storeu_si512(&weights_[(2 * row + i) * 16], exchanged(halves[i]));
   }
 
-  // Moves word i of 128-bit lane j to word j of lane i, because AVX-512's pack and unpack instructions work lane by
-  // lane.
+  // Moves word i of 128-bit lane j to word j of lane i, because pack and unpack work lane by lane.
   [[gnu::always_inline]] static __m512i exchanged(__m512i words) {
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     return _mm512_permutexvar_epi32(order, words);
   }
 
-  // Interleaves the values of four neighbouring keys in 64 columns: each column becomes a 32-bit word of four bytes.
+  // Interleaves the values of four neighbouring keys in 64 columns: a 32-bit word of four bytes for each column.
   [[gnu::always_inline]] static void interleave(
       const Tile<T>& tile, int64_t quad, int64_t column, __m512i (&words)[4]) {
     __m512i r[4];
@@ -156,7 +153,7 @@ class Int8Tiles {
     words[3] = _mm512_unpackhi_epi16(high, high2);
   }
 
-  // Combines a row's sum over upper bytes and its sum over lower bytes.
+  // Combines a row's sums over upper and lower bytes.
   static __m512 joined(Sums upper, Sums lower) { return _mm512_cvtepi32_ps((__m512i)((upper << 8) + lower)); }
 
   template <int kVectors>

@@ -1,5 +1,4 @@
-// Dot products of 32-bit words, in vectors of 16 words, for `Bf16Tiles` and `Int8Tiles`. A word contains two bf16
-// numbers or four bytes.
+// Dot products of 32-bit words (two bf16 or four bytes), 16 at a time, for `Bf16Tiles` and `Int8Tiles`.
 #pragma once
 
 #if defined(__AVX512BF16__)
@@ -11,7 +10,7 @@
 
 namespace pagewire {
 
-// Transposes 16 vectors of 16 words, so that vector i contains word i of each original vector.
+// Transposes 16 vectors of 16 words.
 [[gnu::always_inline]] inline void transpose_words(__m512i (&r)[16]) {
   __m512i t[16];
   for (int i = 0; i < 16; i += 2) {
@@ -38,9 +37,8 @@ namespace pagewire {
   }
 }
 
-// Adds dot products of words to sums. `sums` is [rows, kVectors * 16]. `left` contains rows of `words` words,
-// `left_stride` words apart. `columns(word, right)` loads word number `word` of all columns. `multiply(sum, left,
-// right)` adds the products of two words to a sum.
+// Adds dot products of words. sums: [rows, kVectors * 16]. left: rows of `words` words, `left_stride` words apart.
+// columns(word, right): loads a word of all columns. multiply(sum, left, right): adds the products of two words.
 template <int kVectors, int kRows, typename Sum, typename Columns, typename Multiply>
 [[gnu::always_inline]] inline void add_products(
     const uint32_t* left, int64_t left_stride, int64_t words, const Columns& columns, const Multiply& multiply,
@@ -55,19 +53,18 @@ template <int kVectors, int kRows, typename Sum, typename Columns, typename Mult
   }
 }
 
-// Returns the argument `columns` of `add_products` for words that are in memory, in rows that are `stride` words apart.
+// The argument `columns` of `add_products` for rows in memory, `stride` words apart.
 inline auto columns_of(const uint32_t* words, int64_t stride) {
   return [=](int64_t word, auto& right) {
     for (auto& vector : right) vector = _mm512_loadu_si512(words + word * stride + (&vector - right) * 16);
   };
 }
 
-// Number of rows whose sums stay in registers: AVX-512 has room for 6 rows of 64 sums. The number of rows must be even,
-// because `Int8Tiles` computes two rows for each query row.
+// Rows whose sums stay in registers: 6 rows of 64 sums with AVX-512. Even, because `Int8Tiles` has two rows a query
+// row.
 constexpr int64_t kSumRows = 6;
 
-// Splits `rows` rows into stretches of at most kSumRows rows, and calls apply(first_row, integral_constant<rows>) for
-// each stretch.
+// Splits `rows` into stretches of at most kSumRows, and calls apply(first_row, integral_constant<rows>).
 template <typename F>
 inline void for_row_stretches(int64_t rows, const F& apply) {
   for (int64_t row = 0; row < rows; row += kSumRows) {
@@ -82,7 +79,7 @@ inline void for_row_stretches(int64_t rows, const F& apply) {
   }
 }
 
-// Calls apply(integral_constant<vectors>), where `vectors` is the number of 16-column vectors that `keys` keys occupy.
+// Calls apply(integral_constant<16-column vectors of `keys` keys>).
 template <typename F>
 inline void for_columns(int64_t keys, const F& apply) {
   if (keys > 32) return apply(std::integral_constant<int, 4>());

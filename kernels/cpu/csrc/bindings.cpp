@@ -1,5 +1,4 @@
-// The Python module of the CPU kernels. The module's functions receive and return tensors. The module checks the
-// tensors' shapes, because the kernels do not check their pointers.
+// The Python module of the CPU kernels. Checks tensors' shapes, because the kernels do not check pointers.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -27,8 +26,7 @@ void for_type(const Tensor& tensor, const F& apply) {
   }
 }
 
-// Calls apply(element type of `tensor`, element type of `other`). The type of `tensor` must be float32 or the type of
-// `other`.
+// Calls apply(element type of `tensor`, element type of `other`); `tensor` is float32 or of the type of `other`.
 template <typename F>
 void for_types(const Tensor& tensor, const Tensor& other, const F& apply) {
   TORCH_CHECK(tensor.scalar_type() == at::kFloat || tensor.scalar_type() == other.scalar_type(),
@@ -38,13 +36,13 @@ void for_types(const Tensor& tensor, const Tensor& other, const F& apply) {
   });
 }
 
-// Checks that a tensor is [tokens, heads, head_dim], contiguous except for the stride between tokens.
+// [tokens, heads, head_dim], contiguous but for the stride between tokens.
 void check_heads(const Tensor& x, const char* name) {
   TORCH_CHECK(x.dim() == 3 && x.stride(2) == 1 && (x.size(1) == 1 || x.stride(1) == x.size(2)), name,
               " must be [tokens, heads, head_dim] with packed heads");
 }
 
-// Checks that a layer's KV cache has the element type of `like`, or contains heads in 8 bits.
+// A layer's KV cache has the element type of `like`, or heads in 8 bits.
 void check_layer_cache(const Tensor& cache, const Tensor& like) {
   TORCH_CHECK(cache.dim() == 5 && cache.size(1) == 2 && cache.stride(4) == 1 && cache.stride(3) == cache.size(4) &&
                   cache.stride(2) == cache.size(3) * cache.size(4),
@@ -198,8 +196,7 @@ std::tuple<Tensor, Tensor> greedy_op(const Tensor& x) {
   return {indices, values};
 }
 
-// logits is [all rows, vocabulary_size] in float32. rows is [masks] in int64, without duplicates. bits is [masks,
-// bytes].
+// logits: [all rows, vocabulary_size] float32. rows: [masks] int64, distinct. bits: [masks, bytes].
 void keep_op(const Tensor& logits, const Tensor& rows, const Tensor& bits) {
   TORCH_CHECK(logits.dim() == 2 && bits.dim() == 2 && bits.size(1) * 8 >= logits.size(1) &&
                   bits.scalar_type() == at::kByte && bits.size(0) == rows.numel(),
@@ -216,9 +213,8 @@ void keep_op(const Tensor& logits, const Tensor& rows, const Tensor& bits) {
   });
 }
 
-// logits is [rows, vocabulary_size]. largest is [rows] in float32. rows, keys and top_k are [draws] in int64; the other
-// arguments are [draws] in float32. The caller computes log_min_p with torch, because the C library's logarithms may
-// differ from torch's in the last bit.
+// logits: [rows, vocabulary_size]. largest: [rows] float32. rows, keys, top_k: [draws] int64; others: [draws] float32.
+// log_min_p comes from torch, because the C library's logarithms may differ in the last bit.
 Tensor draw_op(
     const Tensor& logits, const Tensor& largest, const Tensor& rows, const Tensor& keys, const Tensor& temperature,
     const Tensor& log_min_p, const Tensor& top_k, const Tensor& top_p) {
@@ -257,7 +253,7 @@ struct Metadata {
   const Tensor &query_start, &context_lens, &block_tables;
 };
 
-// Computes attention. query is [tokens, heads, head_dim]; the result is [tokens, heads * head_dim].
+// query: [tokens, heads, head_dim]. Returns [tokens, heads * head_dim].
 Tensor attend(
     const Tensor& query, const Tensor& cache, const Metadata& metadata, double scale, int64_t window, double soft_cap,
     const std::optional<Tensor>& bias = std::nullopt, bool causal = true) {

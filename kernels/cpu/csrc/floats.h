@@ -1,11 +1,9 @@
-// Computes x @ weightᵀ + bias for packed weights in float32 or float16. Sums are float32.
+// x @ weightᵀ + bias for packed weights in float32 or float16. Sums are float32.
 //
-// Packed weights are panels of 32 outputs: [outputs / 32][inputs][32]. A tile is the product of a few rows of x and one
-// panel. The sums of a tile stay in vector registers, and each tile reads its panel once. Each sum adds the inputs in
-// order, in one register, so products are batch-invariant. Products by a BLAS library are not batch-invariant, because
-// the library chooses tiles by the number of rows. Each stretch of 256 inputs is summed separately, and then the
-// stretches' sums are added. With 4,864 inputs in float32, the largest error was a ninth of the largest error without
-// stretches.
+// Packed weights are panels of 32 outputs: [outputs / 32][inputs][32]. A tile is a few rows of x times one panel, with
+// its sums in registers. Inputs are added in order, so products are batch-invariant; a BLAS library's tiles depend on
+// the number of rows. Stretches of 256 inputs are summed separately: with 4,864 inputs in float32, the largest error is
+// a ninth.
 #pragma once
 
 #include "matmul.h"
@@ -14,11 +12,11 @@ namespace pagewire {
 
 constexpr int64_t kSummedApart = 256;
 constexpr int64_t kFloatVectors = kPanel / kLanes;
-// Number of rows of a tile. The tile's sums, a broadcast input and a panel's vectors must fit into vector registers.
-// AVX-512 has 32 vector registers, and AVX2 has 16.
+// Rows of a tile. Its sums, a broadcast input and a panel's vectors must fit into registers: 32 with AVX-512, 16 with
+// AVX2.
 constexpr int kFloatTileRows = kFloatVectors == 2 ? 12 : kFloatVectors == 4 ? 3 : 2;
 
-// Multiplies a tile. The results are [rows, outputs], in the type of the weights or in float32.
+// Results are [rows, outputs], in the weights' type or float32.
 template <int kRows, typename T, typename Out>
 inline void multiply_float_tile(
     const T* weights, const float* x, const Sizes& sizes, const T* bias, Out* out, int64_t row, int64_t panel) {
@@ -49,7 +47,7 @@ inline void multiply_float_tile(
   }
 }
 
-// weights is [panels, inputs, 32]. x is [rows, inputs] with rows `x_stride` elements apart. bias is [outputs] or null.
+// weights: [panels, inputs, 32]. x: [rows, inputs], rows `x_stride` elements apart. bias: [outputs] or null.
 template <typename T, typename Out>
 void multiply_floats(const T* weights, const float* x, const Sizes& sizes, const T* bias, Out* out) {
   for_panels<kFloatTileRows>(sizes, [&](const auto& chunk, int64_t panel) {

@@ -1,17 +1,14 @@
-// Computes x @ weightᵀ + bias for packed weights of 4, 5, 6 or 8 bits, with x quantised to 8 bits. Sums are float32.
+// x @ weightᵀ + bias for packed weights of 4, 5, 6 or 8 bits, with x quantised to 8 bits. Sums are float32.
 //
-// A weight is number * scale - minimum, where the number is an integer of 4, 5, 6 or 8 bits. 32 or 16 neighbouring
-// inputs of an output share a scale and a minimum. Every supported block type of GGUF files can be stored in this form.
-// In GGUF's K types, scales and minimums are 8-bit integers times a unit, which 256 neighbouring inputs share. x is
-// quantised to number * scale, where 32 neighbouring inputs share a scale, as in GGUF's Q8_0. A group of inputs thus
-// adds weight_scale * x_scale * (sum of products of integers) - minimum * (sum of the inputs) to an output. The
-// integers are multiplied four at a time (see integers.h). Symmetric weights have no minimum: the middle number, such
-// as 8 for 4 bits, stands for the weight zero. For symmetric weights, the middle number times the sum of x's integers
-// is subtracted before the sum of products is scaled.
+// A weight is number * scale - minimum, with scale and minimum for 32 or 16 neighbouring inputs of an output. All
+// supported block types of GGUF have this form; in K types, scales and minimums are 8-bit multiples of a unit for 256
+// inputs. x is number * scale for 32 inputs, as in Q8_0. A group adds weight_scale * x_scale * (sum of products of
+// integers) - minimum * (sum of the inputs), four products at a time (integers.h). Symmetric weights have no minimum:
+// their middle number (8 for 4 bits) means zero, and its product with the sum of x's integers is subtracted before
+// scaling.
 //
-// Sums of integers are exact. The groups' sums are added in float32 in the order of the inputs, for any number of rows
-// and any instruction set. Products by packed weights are therefore batch-invariant, and have the same bits on all
-// machines.
+// Integer sums are exact, and groups are added in float32 in the order of the inputs. Products are therefore
+// batch-invariant, and have the same bits with every instruction set.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -30,15 +27,12 @@
 
 namespace pagewire {
 
-// A block of packed weights: the weights of a panel's 32 outputs for one or eight groups of 32 neighbouring inputs.
-// `kInputs` inputs share a scale and, if weights are not symmetric, a minimum. If scales and minimums are float16, a
-// block has one group. If scales and minimums are integers, a block has eight groups, which share the units of scales
-// and minimums.
+// A panel's 32 outputs for one group of 32 inputs with float16 scales, or for eight groups with integer scales and
+// shared units. `kInputs` inputs share a scale and, unless weights are symmetric, a minimum.
 //
-// Numbers of 5 and 6 bits are stored in two parts, so that no bit of memory is unused. The lower four bits of a 5-bit
-// or 6-bit number are stored like a 4-bit number. A 32-bit word contains the high bits of all numbers of an output that
-// share a scale. After every four inputs, this word is rotated right by the number of high bits of a number, so that
-// each byte of the word has the next number's high bits in place.
+// No bit is unused: the lower four bits of 5-bit and 6-bit numbers are stored like 4-bit numbers, and a 32-bit word has
+// the high bits of an output's numbers with one scale. After every four inputs, the word is rotated right by a number's
+// high bits, so that each byte has the next number's high bits in place.
 template <int kWeightBits, int kInputs, bool kIsSymmetric, typename Factor = at::Half>
 struct WeightBlock {
   static constexpr int kBits = kWeightBits, kLowBits = kBits == 8 ? 8 : 4, kHighBits = kBits - kLowBits;
@@ -53,15 +47,14 @@ struct WeightBlock {
     Factor scales[kScales][kPanel];
     Factor minimums[kSymmetric ? 0 : kScales][kPanel];
     uint32_t high[kHighBits == 0 ? 0 : kScales][kPanel];
-    // Each entry of `low` contains the numbers of four inputs. With 4 bits, outputs 0 to 15 are in the lower halves of
-    // bytes, and outputs 16 to 31 are in the upper halves.
+    // Numbers of four inputs each. With 4 bits, outputs 0 to 15 are lower halves of bytes, outputs 16 to 31 upper
+    // halves.
     uint8_t low[kGroup / 4][kPanel * kLowBits / 8][4];
   };
   at::Half units[kHasUnits ? kUnits : 0][kPanel];
   Group groups[kGroups];
 
-  // Stores a weight's number, and requires that the stored number is still 0. input: index of the input in the block;
-  // output: index of the output in the panel.
+  // Stores a number where 0 is stored. input: index in the block; output: index in the panel.
   void put(int64_t input, int64_t output, uint8_t number) {
     Group& group = groups[input / kGroup];
     input %= kGroup;
@@ -69,8 +62,7 @@ struct WeightBlock {
     if constexpr (kHighBits > 0)
       group.high[input / kInputs][output] |= static_cast<uint32_t>(number >> 4 & kHighMask) << high_shift(input);
   }
-  // Returns a weight as float32. The product of number, integer scale and unit is not rounded, because the three
-  // factors together have 24 significant bits.
+  // Not rounded: number, integer scale and unit have 24 significant bits together.
   float weight(int64_t input, int64_t output) const {
     const Group& group = groups[input / kGroup];
     input %= kGroup;
@@ -86,7 +78,7 @@ struct WeightBlock {
     if constexpr (kSymmetric) return scaled;
     return scaled - factor(group.minimums[input / kInputs], 1);
   }
-  // Returns the scales or the minimums of a vector of outputs.
+  // The scales or minimums of a vector of outputs.
   PAGEWIRE_INLINE Vec factors(const Factor (&of_panel)[kPanel], int64_t unit, int64_t output) const {
     const Vec own = widen(of_panel + output);
     if constexpr (kHasUnits) return own * widen(units[unit] + output);
@@ -103,16 +95,16 @@ struct WeightBlock {
   }
 };
 
-// A list of block types, whose sizes in bytes must differ, so that a block's size identifies its type.
+// Block types, each of another size in bytes, which identifies the type.
 template <typename... Kinds>
 struct BlockKinds {
   static_assert(((sizeof(Kinds) % 64 == 0) && ...));
-  // The number of block types in the list that have the size of `Kind`.
+  // The types with the size of `Kind`.
   template <typename Kind>
   static constexpr int kOfItsSize = ((sizeof(Kind) == sizeof(Kinds) ? 1 : 0) + ...);
   static_assert(((kOfItsSize<Kinds> == 1) && ...));
 
-  // Finds the first block type for which is(block) is true, and calls apply(block). Returns whether a type was found.
+  // Calls apply(block) for the first type with is(block). Returns whether there is one.
   template <typename Is, typename Apply>
   static bool visit(const Is& is, const Apply& apply) {
     return ((is(Kinds()) && (apply(Kinds()), true)) || ...);
@@ -123,10 +115,10 @@ using WeightBlocks = BlockKinds<
     WeightBlock<8, 32, false>, WeightBlock<8, 32, true>, WeightBlock<8, 16, false>,
     WeightBlock<4, 32, false, uint8_t>, WeightBlock<5, 32, false, uint8_t>, WeightBlock<6, 16, true, int8_t>>;
 
-// The rows of x, quantised to 8 bits in groups of 32 inputs. The last group of a row is padded with 0.
+// The rows of x in 8 bits, in groups of 32 inputs; the last is padded with 0.
 struct Int8Rows {
-  // scaled_sums: the scale times the sum of the group's numbers, of its first half and of its second half. corrections:
-  // minus `zero` times these three sums.
+  // scaled_sums: scale times the sum of the group, of its first half, and of its second. corrections: minus `zero`
+  // times these sums.
   struct Group {
     float scale, scaled_sums[3];
     int32_t corrections[3];
@@ -135,8 +127,7 @@ struct Int8Rows {
   Buffer<int8_t> numbers;
   Buffer<Group> of_groups;
 
-  // Quantises x. If a number in a group of x is not finite, the group's scale and sums are not finite. zero: the number
-  // that stands for the weight 0 in the packed weights.
+  // If a number of a group is not finite, neither are its scale and sums. zero: the weights' number for 0.
   Int8Rows(const at::BFloat16* x, const Sizes& sizes, int32_t zero)
       : groups(groups_of(sizes.inputs)), numbers(sizes.rows * groups * kGroup), of_groups(sizes.rows * groups) {
     parallel_for(sizes.rows, rows_a_thread(sizes.inputs), [&](int64_t begin, int64_t end) {
@@ -175,22 +166,18 @@ struct Int8Rows {
 };
 
 constexpr int64_t kPanelVectors = kPanel / kLanes;
-// Number of rows of a tile. A tile's integer sums and float sums should stay in registers. AVX-512 has 32 registers.
-// With 6 rows on AVX-512, GCC 12 would hold float sums in memory, and tiles would be 13% slower. AVX2 has 16 registers,
-// and a row occupies 4 registers of integer sums and 4 of float sums. NEON has 32 registers, and a row occupies 8
-// registers of integer sums and 8 of float sums. With NEON, only the integer sums stay in registers; the float sums in
-// memory are updated once per group.
+// Rows of a tile: its sums should stay in registers. AVX-512 has 32; with 6 rows, GCC 12 would hold float sums in
+// memory, and tiles would be 13% slower. AVX2 has 16, and a row takes 4 for integer and 4 for float sums. NEON has 32,
+// and a row takes 8 and 8; float sums are in memory, updated once a group.
 constexpr int kGroupedTileRows = kPanelVectors == 2 ? 4 : kPanelVectors == 8 ? 2 : 1;
 
-// Maximum number of tiles for which every tile unpacks a panel's weights itself. With more tiles, weights that are
-// costly to unpack are unpacked once, to bytes in memory. With AVX-512, this makes tiles of 5-bit and 6-bit weights a
-// fifth faster, but not tiles of 4-bit weights.
+// Tiles up to which every tile unpacks a panel's weights. Above, costly weights are unpacked once, to bytes: with
+// AVX-512, 5 and 6 bits are a fifth faster, 4 bits are not.
 constexpr int64_t kMaxPackedTiles = 2;
 template <typename Block>
 constexpr bool kIsCostly = Block::kHighBits > 0 || (Block::kLowBits == 4 && kPanelVectors > 2);
 
-// Reads the numbers of a panel of weights in order, four inputs at a time. The caller calls `enter` before the first
-// inputs of each group of inputs that share a scale.
+// Reads a panel's numbers in order, four inputs at a time. The caller calls `enter` before each group with one scale.
 template <typename Block>
 struct PackedNumbers {
   const Block* blocks;
@@ -215,7 +202,7 @@ struct PackedNumbers {
   }
 };
 
-// Reads the numbers of a panel of weights that have been unpacked to one byte each.
+// A panel's numbers, unpacked to one byte each.
 struct WideNumbers {
   static constexpr int64_t kGroupBytes = kGroup * kPanel;
 
@@ -245,7 +232,6 @@ WideNumbers widen_numbers(PackedNumbers<Block> packed, int64_t groups) {
   return {wide.data()};
 }
 
-// Adds the bias to a tile's sums, and stores the results.
 template <int kRows>
 inline void put_tile(
     const Vec (&sums)[kRows][kPanelVectors], const Sizes& sizes, const at::BFloat16* bias, const Results& out,
@@ -306,7 +292,7 @@ inline void multiply_grouped_tile(
   put_tile<kRows>(sums, sizes, bias, out, row, panel);
 }
 
-// weights is [panels, blocks]. x is [rows, inputs] with rows `x_stride` elements apart. bias is [outputs] or null.
+// weights: [panels, blocks]. x: [rows, inputs], rows `x_stride` elements apart. bias: [outputs] or null.
 template <typename Block>
 void multiply_grouped(
     const Block* weights, const at::BFloat16* x, const Sizes& sizes, const at::BFloat16* bias, const Results& out) {

@@ -1,10 +1,8 @@
-// Vectors of 32-bit integers with as many lanes as a float32 vector. A lane may also contain four bytes, for dot
-// products of four pairs of bytes.
+// Vectors of 32-bit integers, with the lanes of a float32 vector. A lane may have four bytes, for dot products.
 //
-// The byte dot products of x86 multiply unsigned bytes (weights) by signed bytes (inputs). NEON multiplies signed bytes
-// by signed bytes. With NEON, 128 is therefore subtracted from 8-bit weights, and the caller adds 128 times the sum of
-// the inputs to the result. This correction is exact. Newer ARM processors can also multiply unsigned by signed bytes
-// (i8mm), which would save one instruction for each four weights in a tile.
+// x86 multiplies unsigned bytes (weights) by signed bytes (inputs), NEON signed by signed: there, 128 is subtracted
+// from 8-bit weights, and the caller adds 128 times the sum of the inputs, exactly. ARM's i8mm would save an
+// instruction for each four weights of a tile.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +16,7 @@ namespace pagewire {
 using Ints = __m512i;
 inline Ints same_in_all(int32_t word) { return _mm512_set1_epi32(word); }
 inline Ints load_bytes(const void* bytes) { return _mm512_loadu_si512(bytes); }
-// Returns bytes | (others & mask), where each byte of the vector has the same mask.
+// bytes | (others & mask), with the same mask for each byte.
 inline Ints with_bits(Ints bytes, Ints others, int8_t mask) {
   return _mm512_ternarylogic_epi32(bytes, others, _mm512_set1_epi8(mask), 0xF8);
 }
@@ -29,8 +27,7 @@ inline Ints turned_right(Ints words) {
 inline Ints half_of(Ints bytes, bool upper) {
   return _mm512_and_si512(upper ? _mm512_srli_epi16(bytes, 4) : bytes, _mm512_set1_epi8(15));
 }
-// Adds dot products of four bytes to the sums. Weights must have at most 7 bits, so that the sum of two products fits
-// into 16 bits.
+// Adds dot products of four bytes. Weights have at most 7 bits, so that two products fit into 16 bits.
 inline Ints add_small_dots(Ints sums, Ints weights, Ints x, int16_t factor = 1) {
 #if defined(__AVX512VNNI__)
   if (factor == 1) return _mm512_dpbusd_epi32(sums, weights, x);
@@ -75,8 +72,7 @@ inline Ints half_of(Ints bytes, bool upper) {
   const uint8x16_t all = vreinterpretq_u8_s32(bytes);
   return vreinterpretq_s32_u8(upper ? vshrq_n_u8(all, 4) : vandq_u8(all, vdupq_n_u8(15)));
 }
-// Adds dot products of four bytes to the sums. Weights are signed bytes. The sum of two products fits into 16 bits,
-// because its largest magnitude is 2 * 128 * 127.
+// Adds dot products of four bytes. Weights are signed; two products are at most 2 * 128 * 127, within 16 bits.
 inline Ints add_signed_dots(Ints sums, Ints weights, Ints x) {
   const int8x16_t own = vreinterpretq_s8_s32(weights), other = vreinterpretq_s8_s32(x);
 #if defined(__ARM_FEATURE_DOTPROD)
@@ -135,14 +131,14 @@ inline Vec to_float(Ints sums) {
 }
 #endif
 
-// Computes sums[i] += the sum of 4 products (u8 weight - kTakenOff) * s8 input, where weights have kBits bits.
+// sums[i] += sum of 4 products (u8 weight - kTakenOff) * s8 input; weights have kBits bits.
 #if defined(__aarch64__)
 template <int kBits>
 constexpr int32_t kTakenOff = kBits == 8 ? 128 : 0;
 
 template <int kBits>
 inline Ints add_dots(Ints sums, Ints weights, Ints x) {
-  if constexpr (kTakenOff<kBits> != 0)  // flips the highest bit, which subtracts 128
+  if constexpr (kTakenOff<kBits> != 0)  // flips the highest bit: minus 128
     weights = veorq_s32(weights, vreinterpretq_s32_u8(vdupq_n_u8(kTakenOff<kBits>)));
   return add_signed_dots(sums, weights, x);
 }

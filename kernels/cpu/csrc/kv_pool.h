@@ -1,6 +1,5 @@
-// A layer's pool of keys and values: [blocks, 2, block_size, num_kv_heads, head]. The strides between blocks, and
-// between keys and values, may have any value. In an 8-bit pool (`narrow`), a head is stored as int8 values, followed
-// by their scale.
+// A layer's keys and values: [blocks, 2, block_size, num_kv_heads, head], with any strides of blocks and of keys and
+// values. A head of an 8-bit pool (`narrow`) is int8 values, then their scale.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +17,7 @@ struct KvPool {
   int8_t* narrow;
   int64_t block_stride, part_stride;  // in elements
 
-  // The offset of a slot's keys from the start of the pool.
+  // Offset of a slot's keys.
   int64_t place(int64_t slot, int64_t block_size, int64_t num_kv_heads, int64_t head_dim) const {
     return slot / block_size * block_stride + slot % block_size * num_kv_heads * head_size(head_dim);
   }

@@ -1,5 +1,5 @@
-// A decoder layer's operations besides attention and products by weights. Each operation is one pass over its rows.
-// kernels/reference.py defines the operations.
+// A decoder layer's operations besides attention and products, each one pass over its rows. Defined in
+// kernels/reference.py.
 #pragma once
 
 #include <cmath>
@@ -12,7 +12,7 @@
 
 namespace pagewire {
 
-// Applies RMSNorm to a row x. squares: for each vector lane, the sum of the squares of x. out may be x.
+// RMSNorm of a row. squares: sums of x's squares by vector lane. out may be x.
 template <typename Out, typename X, typename W>
 inline void scale_to_rms(
     Out* out, const X* x, const W* weight, int64_t length, const Vec& squares, float eps, float offset) {
@@ -32,8 +32,8 @@ inline Vec sum_of_squares(const T* x, int64_t length) {
   return squares;
 }
 
-// Applies RMSNorm to rows. x is [outer, inner, length] with the given strides. out is contiguous. If a residual is
-// given, which is [outer * inner, length], x is first added to the residual, and the sum is normalised.
+// RMSNorm of rows. x: [outer, inner, length] with strides; out: contiguous. residual: [outer * inner, length], to which
+// x is first added, or null.
 template <typename Out, typename X, typename W>
 void rms_norm(
     Out* out, const X* x, float* residual, const W* weight, int64_t outer, int64_t inner, int64_t length,
@@ -58,8 +58,7 @@ void rms_norm(
   });
 }
 
-// Applies the rotary embedding to the first 2 * pairs elements of a head. cos and sin are [pairs], for the head's
-// token. out may be head.
+// Rotates the first 2 * pairs elements of a head. cos, sin: [pairs]. out may be head.
 template <typename Out, typename X>
 void rotate(Out* out, const X* head, const float* cos, const float* sin, int64_t pairs) {
   for_each_vector(pairs, [&](int64_t i, int64_t n) {
@@ -70,8 +69,7 @@ void rotate(Out* out, const X* head, const float* cos, const float* sin, int64_t
   });
 }
 
-// Applies the rotary embedding to all heads of all tokens. x is [tokens, heads, head_dim] with tokens `stride` elements
-// apart. cos and sin are [tokens, pairs].
+// x: [tokens, heads, head_dim], tokens `stride` elements apart. cos, sin: [tokens, pairs].
 template <typename T>
 void rotary_embedding(
     T* x, int64_t stride, const float* cos, const float* sin, int64_t tokens, int64_t heads, int64_t head_dim,
@@ -85,8 +83,7 @@ void rotary_embedding(
   });
 }
 
-// Writes the keys and values of each token, [num_kv_heads, head_dim], into the token's slot. Tokens with a negative
-// slot are skipped.
+// Writes keys and values [num_kv_heads, head_dim] of each token into its slot; negative slots are skipped.
 template <typename T>
 void store_kv(
     const T* keys, int64_t key_stride, const T* values, int64_t value_stride, const KvPool<T>& cache,
@@ -109,9 +106,8 @@ void store_kv(
   });
 }
 
-// The output of a fused QKV projection, from which `prepare` computes the inputs of attention. Query and key heads are
-// normalised if norms are given, and rotated if cos and sin are given, both in float32. Queries are then rounded and
-// stored in a separate tensor. Keys and values are rounded and stored in their slots of the KV cache.
+// Prepares attention from a fused QKV projection: query and key heads are normalised and rotated in float32 if norms or
+// cos and sin are given. Queries are then rounded into a tensor, keys and values into their slots of the KV cache.
 template <typename T>
 struct Projection {
   const T* qkv;  // [tokens, num_heads + 2 * num_kv_heads, head_dim]
@@ -178,7 +174,7 @@ inline Vec activate(const Vec& x) {
   return half * x * (one + (x * Vec(0.7071067812f)).erf());
 }
 
-// Computes activation(gate) * up. x is [rows, 2 * length]: the gate, then up. out is [rows, length].
+// activation(gate) * up. x: [rows, 2 * length], gate then up. out: [rows, length].
 template <typename T, Activation kKind>
 void gated_activation(T* out, const T* x, int64_t rows, int64_t length) {
   parallel_for(rows, rows_a_thread(length), [&](int64_t begin, int64_t end) {
@@ -191,7 +187,7 @@ void gated_activation(T* out, const T* x, int64_t rows, int64_t length) {
   });
 }
 
-// Returns the largest number of x, NaN if any number is NaN, or -inf if x is empty.
+// The largest number of x; NaN if any is NaN, -inf if x is empty.
 template <typename T>
 inline float row_max(const T* x, int64_t length) {
   const int64_t whole = length / kLanes * kLanes;
@@ -205,8 +201,7 @@ inline float row_max(const T* x, int64_t length) {
   return value;
 }
 
-// Finds each row's largest number and the index of its first occurrence. The largest number is NaN if any number of the
-// row is NaN. x is [rows, length].
+// Each row's largest number (NaN if any is NaN), and its first index. x: [rows, length].
 template <typename T>
 void greedy(const T* x, T* values, int64_t* indices, int64_t rows, int64_t length) {
   constexpr int64_t kScanned = 1024;  // only the chunk with the largest is searched element by element

@@ -1,5 +1,4 @@
-// Adds the outputs of LoRA adapters to the output of a linear layer. Each row may use a different adapter.
-// kernels/reference.py defines the operation.
+// Adds LoRA adapters, one for each row, to a linear layer's output. Defined in kernels/reference.py.
 #pragma once
 
 #include "team.h"
@@ -16,10 +15,9 @@ struct Lora {
   int64_t parts, max_rank, inputs, outputs;
 };
 
-constexpr int64_t kSums = 8;  // number of parallel sums, because each addition to a sum waits for the previous addition
+constexpr int64_t kSums = 8;  // parallel sums, because each addition waits for the sum before
 
-// Computes the dot products of x with kCount neighbouring vectors, `length` elements apart. kCount does not change the
-// bits of a dot product.
+// Dot products of x with kCount vectors, `length` elements apart. kCount does not change the bits.
 template <int kCount, typename T>
 inline void dots(const T* x, const T* y, int64_t length, float* products) {
   Vec sums[kCount];
@@ -31,8 +29,7 @@ inline void dots(const T* x, const T* y, int64_t length, float* products) {
   for (int k = 0; k < kCount; ++k) products[k] = sum(sums[k]);
 }
 
-// Multiplies each row of b by its factor, and adds the products to kCount neighbouring vectors of y. kCount does not
-// change the bits of y.
+// Adds each row of b times its factor to kCount neighbouring vectors of y. kCount does not change the bits.
 template <int kCount, typename Y, typename T>
 inline void add_rows(Y* y, const T* b, int64_t stride, const float* factors, int64_t count) {
   Vec sums[kCount];
@@ -45,8 +42,7 @@ inline void add_rows(Y* y, const T* b, int64_t stride, const float* factors, int
   for (int k = 0; k < kCount; ++k) store(y + k * kLanes, widen(y + k * kLanes, kLanes) + sums[k], kLanes);
 }
 
-// Adds the adapters' outputs to y. `add_lora` is batch-invariant, because each row's sums add the row's inputs and
-// ranks in order.
+// Batch-invariant: each row adds its inputs and ranks in order.
 template <typename Y, typename T>
 void add_lora(Y* y, const T* x, int64_t x_stride, const int32_t* slots, int64_t rows, const Lora<T>& lora) {
   parallel_for(rows, 1, [&](int64_t begin, int64_t end) {

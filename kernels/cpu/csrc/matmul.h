@@ -1,21 +1,16 @@
-// Computes x @ weightᵀ + bias for bf16 x and packed weights in bf16 or int8. Sums are float32. Results are float32 or
-// are rounded to bf16.
+// x @ weightᵀ + bias for bf16 x, and packed weights in bf16 or int8. Sums are float32; results are float32 or bf16.
 //
-// Packed weights are panels of 32 outputs: [outputs / 32][inputs / 2][32][2]. A vector contains the weights of 16
-// outputs for two neighbouring inputs, as the instruction for dot products of pairs requires. A tile is the product of
-// at most 12 rows of x and one panel. A tile's sums stay in 24 vector registers, and each tile reads its panel once.
-// With 12 rows, one broadcast per row is enough to start two dot products per cycle. 192 rows at a time are multiplied
-// by all panels, so that these rows stay in a core's L2 cache.
+// Packed weights are panels of 32 outputs: [outputs / 32][inputs / 2][32][2]. A vector has 16 outputs for two
+// neighbouring inputs, as dot products of pairs need. A tile is at most 12 rows of x times one panel, with its sums in
+// 24 registers; with 12 rows, a broadcast a row starts two dot products a cycle. 192 rows at a time are multiplied by
+// all panels, so that they stay in a core's L2 cache.
 //
-// Processors without bf16 dot products read panels of the same layout. There, a pair of neighbouring inputs is read as
-// a 32-bit number, and each bf16 half becomes a float32 by a shift to the upper half. Tiles have fewer rows on
-// processors without bf16 dot products, because registers are fewer or narrower. Products are batch-invariant on these
-// processors, too. On an EPYC with AVX2, torch's bf16 products took 2 to 7 times as long as these products.
+// Processors without bf16 dot products read a pair as a 32-bit number, whose halves become float32 by shifts, in tiles
+// of fewer rows. Also batch-invariant. On an EPYC with AVX2, torch's bf16 products took 2 to 7 times as long.
 //
-// int8 weights have a scale for every 32 inputs of an output. An int8 number times its scale is rounded to bf16 for any
-// number of rows, so that products by int8 weights are batch-invariant. With one or two tiles, each tile computes these
-// bf16 weights while it reads the int8 weights. The dot products of 8 rows or more hide the time of this conversion.
-// With more than two tiles, a panel's int8 weights are converted to bf16 once.
+// int8 weights have a scale for 32 inputs of an output. Number times scale is rounded to bf16 for any number of rows,
+// which keeps products batch-invariant. One or two tiles convert while reading, which dot products of 8 rows or more
+// hide; with more tiles, a panel is converted once.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -33,7 +28,7 @@ namespace pagewire {
 constexpr int64_t kPanel = 32;
 constexpr int64_t kGroup = 32;
 
-// A group of int8 weights: the weights of a panel's outputs for 32 neighbouring inputs, with their scales.
+// A panel's outputs for 32 neighbouring inputs.
 struct Int8Group {
   at::BFloat16 scales[kPanel];
   int8_t weights[kGroup / 2][kPanel][2];
@@ -49,14 +44,13 @@ struct Sizes {
   int64_t rows, inputs, outputs, x_stride;
 };
 
-// The destination of the results, which is [rows, outputs] in float32 or bf16. Only the pointer of the results' type is
-// set.
+// Results [rows, outputs]; only the pointer of their type is set.
 struct Results {
   at::BFloat16* rounded;
   float* wide;
 
-  // Prefetches the memory of a row's results for a panel, because this memory is far from recently written memory. With
-  // 32 rows and 4,864 outputs, this prefetching makes products up to a tenth faster.
+  // Prefetches a row's results for a panel, far from recent writes. With 32 rows and 4,864 outputs, up to a tenth
+  // faster.
   void fetch(int64_t place) const {
     const char* first = wide != nullptr ? reinterpret_cast<const char*>(wide + place)
                                         : reinterpret_cast<const char*>(rounded + place);
@@ -72,19 +66,15 @@ struct Results {
   }
 };
 
-// Forces inlining of functions that a tile calls while its sums are in registers. A call that is not inlined would
-// spill 24 registers of sums.
+// Calls in a tile are inlined, because a call would spill 24 registers of sums.
 #define PAGEWIRE_INLINE __attribute__((always_inline)) inline
 
-// Prefetches the next panel of weights in 8 bits or less. Each of several tiles prefetches a part of the next panel. A
-// tile prefetches a few cache lines before each stretch of inputs, so that memory is read while the tile multiplies.
-// When a tile prefetched all its cache lines at once, products of 8 to 12 rows took 1.5 times as long. With a single
-// tile, the product waits for memory anyway, and the processor's hardware prefetching suffices. Hardware prefetching
-// also suffices for bf16 weights, because their tiles take longer.
+// Prefetches the next panel of weights in 8 bits or less. Each of several tiles prefetches a part, a few cache lines
+// before each stretch of inputs: all at once, 8 to 12 rows took 1.5 times as long. A single tile waits for memory
+// anyway, and bf16 tiles take longer; hardware prefetching suffices for both.
 class Ahead {
  public:
-  // next: the next panel, which has `blocks` blocks. The current tile is number `part` of `parts` tiles, and has
-  // `stretches` stretches of inputs.
+  // next: the next panel, of `blocks` blocks. The current tile is `part` of `parts`, with `stretches` stretches.
   template <typename Block>
   Ahead(const Block* next, int64_t blocks, int64_t part, int64_t parts, int64_t stretches) {
     const int64_t bytes = blocks * static_cast<int64_t>(sizeof(Block));
@@ -102,8 +92,8 @@ class Ahead {
   int64_t bytes_a_stretch_;
 };
 
-// Replaces `Ahead` if there is a single tile, for which nothing is prefetched. With an `Ahead` object that prefetches
-// nothing, products of 1 to 4 rows by Q4_K weights took 1.01 to 1.06 times as long.
+// `Ahead` for a single tile. An `Ahead` that prefetches nothing would take 1.01 to 1.06 times as long for 1 to 4 rows
+// by Q4_K.
 struct NothingAhead {
   PAGEWIRE_INLINE void fetch() {}
 };
@@ -113,8 +103,8 @@ struct NothingAhead {
 constexpr int64_t kTileRows = 12;
 constexpr int64_t kMaxNarrowTiles = 2;
 
-// Reads a panel's weights for two neighbouring inputs at a time: one vector for outputs 0 to 15, and one vector for
-// outputs 16 to 31. The caller calls `enter` with the first input of each stretch of inputs.
+// A panel's weights for two neighbouring inputs at a time: a vector for outputs 0 to 15, and one for 16 to 31. The
+// caller calls `enter` with the first input of each stretch.
 struct Bf16Panel {
   static constexpr int64_t kStretch = std::numeric_limits<int64_t>::max();
 
@@ -142,7 +132,7 @@ struct Int8Panel {
     weights = group.weights[0][0];
     first = input;
     const __m512i narrow = _mm512_loadu_si512(group.scales);
-    // The permutation below puts scale i into the upper halves of lanes 2 i and 2 i + 1.
+    // The permutation puts scale i into the upper halves of lanes 2 i and 2 i + 1.
     __m512i places = _mm512_slli_epi32(_mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0), 16);
     for (auto& eight : scales) {
       eight = _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xAAAAAAAA, places, narrow));
@@ -159,7 +149,7 @@ struct Int8Panel {
   }
 };
 
-// A panel of int8 weights that have been converted to bf16.
+// A panel of int8 weights, converted to bf16.
 struct WidePanel : Bf16Panel {
   static constexpr int64_t kStretch = kGroup;
 
@@ -171,7 +161,7 @@ struct WidePanel : Bf16Panel {
 struct Bf16Weights {
   const at::BFloat16* packed;  // [panels, inputs / 2, 32, 2]
 
-  // Calls tile(number of the tile, the panel's weights) for each tile, in order.
+  // Calls tile(number, panel's weights) for each tile, in order.
   template <typename F>
   void for_tiles(int64_t panel, int64_t inputs, int64_t tiles, const F& tile) const {
     for (int64_t i = 0; i < tiles; ++i) tile(i, Bf16Panel{packed + panel * kPanel * inputs});
@@ -241,16 +231,14 @@ inline void multiply_tile(
 #else
 
 constexpr int64_t kVectors = kPanel / kLanes;
-// Maximum number of rows of a tile. The tile's sums, a vector of inputs and a vector of weights must stay in registers.
-// AVX2 has 16 registers, and AVX-512 has 32. NEON has 32 narrower registers. For NEON, GCC 12 generates 3.6, 3.0 and
-// 3.2 instructions per multiply-add for tiles of 1, 2 and 3 rows.
+// Rows of a tile, whose sums, a vector of inputs and one of weights must stay in registers: 16 with AVX2, 32 with
+// AVX-512, 32 narrower ones with NEON. NEON, GCC 12, instructions per multiply-add by rows: 1: 3.6, 2: 3.0, 3: 3.2.
 constexpr int64_t kTileRows = kVectors == 2 ? 6 : kVectors == 4 ? 3 : 2;
 
 using Pairs = at::vec::Vectorized<int32_t>;
 static_assert(Pairs::size() == kLanes);
 
-// The functions `first_of` and `second_of` return a pair's number for the first input and for the second input as
-// float32.
+// A pair's numbers for the first and the second input, as float32.
 inline Vec first_of(const Pairs& pairs) { return at::vec::cast<float, int32_t>(pairs << Pairs(16)); }
 inline Vec second_of(const Pairs& pairs) {
   return at::vec::cast<float, int32_t>(pairs & Pairs(static_cast<int32_t>(0xFFFF0000)));
@@ -301,15 +289,14 @@ inline void multiply_tile(
 
 #endif
 
-// A chunk of rows, which all panels multiply, one panel after the other. The chunk is split into tiles with nearly
-// equal numbers of rows. For example, 32 rows are split into tiles of 11, 11 and 10 rows.
+// Rows that all panels multiply, split into nearly equal tiles: 32 rows into 11, 11 and 10.
 template <int kMostRows>
 struct Chunk {
   int64_t first, rows;
 
   int64_t tiles() const { return (rows + kMostRows - 1) / kMostRows; }
 
-  // Calls multiply(number of rows as a compile-time constant, first row) for the chunk's tile number `tile`.
+  // Calls multiply(rows as a compile-time constant, first row) for a tile.
   template <typename F>
   void for_rows(int64_t tile, const F& multiply) const {
     const int64_t start = rows * tile / tiles();
@@ -326,7 +313,7 @@ struct Chunk {
   }
 };
 
-// Calls multiply(chunk, panel) for each chunk of rows and each panel, on several threads.
+// Calls multiply(chunk, panel) for all chunks and panels, on several threads.
 template <int kMostRows, typename F>
 void for_panels(const Sizes& sizes, const F& multiply) {
   const int64_t panels = panels_of(sizes.outputs);
@@ -339,7 +326,7 @@ void for_panels(const Sizes& sizes, const F& multiply) {
   });
 }
 
-// x is [rows, inputs] with rows `x_stride` elements apart. bias is [outputs] or null.
+// x: [rows, inputs], rows `x_stride` elements apart. bias: [outputs] or null.
 template <typename Weights>
 void multiply(
     const Weights& weights, const at::BFloat16* x, const Sizes& sizes, const at::BFloat16* bias, const Results& out) {

@@ -18,8 +18,7 @@ namespace {
 
 using at::Tensor;
 
-// If `pack_grouped` made `packed` for this number of inputs, calls apply(blocks) and returns true. If not, returns
-// false.
+// If `pack_grouped` made `packed` for so many inputs, calls apply(blocks). Returns whether it did.
 template <typename F>
 bool with_blocks(const Tensor& packed, int64_t inputs, const F& apply) {
   return packed.scalar_type() == at::kByte && packed.dim() == 3 &&
@@ -37,18 +36,18 @@ bool has_blocks(const Tensor& packed, int64_t inputs) {
 
 static_assert(WeightBlocks::kOfItsSize<LongBlock> == 0);
 
-// Whether `pack_w8a8` made `packed` for this number of inputs.
+// Whether `pack_w8a8` made `packed` for so many inputs.
 bool has_long_blocks(const Tensor& packed, int64_t inputs) {
   return packed.scalar_type() == at::kByte && packed.dim() == 3 && packed.size(1) == long_groups_of(inputs) &&
          packed.size(2) == static_cast<int64_t>(sizeof(LongBlock));
 }
 
-// Whether `pack` made `packed` from bf16 weights with this number of inputs.
+// Whether `pack` made `packed` from bf16 for so many inputs.
 bool has_pairs(const Tensor& packed, int64_t inputs) {
   return packed.scalar_type() == at::kBFloat16 && packed.dim() == 4 && packed.size(1) == inputs / 2;
 }
 
-// Whether `pack` made `packed` from float32 or float16 weights with this number of inputs.
+// Whether `pack` made `packed` from float32 or float16 for so many inputs.
 bool has_floats(const Tensor& packed, int64_t inputs) {
   return (packed.scalar_type() == at::kFloat || packed.scalar_type() == at::kHalf) && packed.dim() == 3 &&
          packed.size(1) == inputs;
@@ -240,7 +239,7 @@ Tensor packed_rows(const Tensor& packed, const Tensor& rows, int64_t outputs, in
   const auto* wanted = rows.const_data_ptr<int64_t>();
   auto found = at::empty({rows.numel(), inputs}, rows.options().dtype(at::kFloat));
   auto* to = found.data_ptr<float>();
-  // For each requested row and each input, stores weight(input, panel, the output's index in the panel).
+  // Stores weight(input, panel, output's index in the panel) for each requested row and input.
   const auto read = [&](const auto& weight) {
     parallel_for(rows.numel(), rows_a_thread(inputs), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i)

@@ -1,10 +1,8 @@
-// The sampler's operations on a row of logits. kernels/sampling/eager.py defines the operations, and
-// kernels/sampling/noise.py defines the Gumbel noise.
+// The sampler's operations on a row of logits, defined in kernels/sampling/eager.py and noise.py.
 //
-// Gumbel noise requires two logarithms per token, but few tokens can be the sampled token, which has the largest sum of
-// logit and noise. The noise of a token is at most 16.64, and exceeds g with a probability of about exp(-g). The part
-// of the row that contains the largest logit is therefore computed first. If a later token's logit or hash shows that
-// the token cannot have the largest sum, the token's logarithms are not computed.
+// Gumbel noise takes two logarithms a token, but is at most 16.64, and exceeds g with a probability of about exp(-g).
+// The part of the row with the largest logit is computed first; later tokens whose logit or hash cannot win need no
+// logarithms.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +19,6 @@ namespace pagewire {
 constexpr int64_t kPart = 64;
 constexpr float kMostNoise = 16.64f;  // -log(-log(1 - 2^-24)) is 16.6355
 
-// Applies a mask to a row of logits: sets the logits of tokens whose bit is 0 to -inf.
 inline void keep(float* logits, const uint8_t* bits, int64_t length) {
   for (int64_t start = 0; start < length; start += 8) {
     const uint8_t kept = bits[start / 8];
@@ -31,7 +28,7 @@ inline void keep(float* logits, const uint8_t* bits, int64_t length) {
   }
 }
 
-// Computes uniform random numbers in (0, 1) for kPart tokens, beginning with token `first`.
+// Uniform numbers in (0, 1) for kPart tokens from `first` on.
 inline void uniform_noise(uint64_t key, int64_t first, float* out) {
   const auto low = static_cast<uint32_t>(key), high = static_cast<uint32_t>(key >> 32);
   for (int64_t i = 0; i < kPart; ++i) {
@@ -60,15 +57,13 @@ inline void collect(const std::vector<float>& values, float least, std::vector<f
     if (value >= least) out.push_back(value);
 }
 
-// Returns the smallest scaled logit that passes the filters top-k, top-p and min-p, which kernels/sampling/filters.py
-// defines. scratch.scaled contains the scaled row, whose maximum is 0. scratch.tops contains the maximum of each part
-// of the row.
+// The smallest scaled logit that passes top-k, top-p and min-p (kernels/sampling/filters.py). scratch.scaled: the
+// scaled row, whose maximum is 0. scratch.tops: the maximum of each part.
 inline float threshold_of(const Draw& draw, Scratch& scratch) {
   const auto length = static_cast<int64_t>(scratch.scaled.size()), parts = static_cast<int64_t>(scratch.tops.size());
   auto& candidates = scratch.candidates;
   float floor = draw.log_min_p;
-  // Returns a bound that at least `count` scaled logits of the row reach, and that not many more reach. Reorders
-  // scratch.tops.
+  // A bound that at least `count` scaled logits reach, and not many more. Reorders scratch.tops.
   const auto reached_by = [&](int64_t count) {
     if (count > parts) return -std::numeric_limits<float>::infinity();
     const auto place = scratch.tops.begin() + count - 1;
@@ -107,9 +102,8 @@ inline float threshold_of(const Draw& draw, Scratch& scratch) {
   }
 }
 
-// Samples a token: returns the token with the largest (logit - largest) / temperature + noise, among tokens whose
-// scaled logit is at least the threshold. If several tokens have the largest sum, the lowest token id is returned. The
-// result is token 0 if draw.largest is not finite or is not the row's maximum.
+// The token with the largest (logit - largest) / temperature + noise among scaled logits from the threshold on; among
+// equals, the lowest id. Token 0 if draw.largest is not finite or is not the row's maximum.
 template <typename T>
 int64_t draw_one(const T* x, int64_t length, const Draw& draw, Scratch& scratch) {
   if (!std::isfinite(draw.largest)) return 0;

@@ -1,19 +1,14 @@
-// A team of threads that compute a parallel loop. The loop does not wait for a thread that is not running.
+// A team of threads that compute a parallel loop without waiting for a thread that is not running.
 //
-// A loop that ends with a barrier, as in OpenMP, waits for every thread. If a thread loses its core to another process,
-// such as the scheduler or a client, all threads wait until the operating system runs that thread again. With barriers
-// on two cores, a step of the model that usually takes 6 ms took 150 ms if a thread lost its core. `Team` has no
-// barriers: the calling thread splits a loop into pieces and computes pieces itself. Helper threads that are running
-// take pieces, too. The caller waits only for helpers that are computing a piece or looking for a piece. If this wait
-// takes long, the helper has lost its core, and the caller sleeps, so that the operating system can run the helper on
-// the caller's core. Sleeping was 1 to 6% faster than yielding, with 8 and 32 streams, and with client and scheduler on
-// the same two cores.
+// At a barrier, as in OpenMP, all threads wait for one that has lost its core to another process. On two cores, a step
+// of usually 6 ms then took 150 ms. Here, the caller splits a loop into pieces and computes pieces itself; running
+// helpers take pieces, too. The caller waits only for helpers at a piece, and sleeps if the wait gets long, so that a
+// helper without a core can run on the caller's. Sleeping was 1 to 6% faster than yielding, with 8 and 32 streams,
+// client and scheduler on the same two cores.
 //
-// Each thread first takes the pieces of one stretch of the loop, in order, so that memory is read in order. A thread
-// that has finished its stretch takes pieces of other threads' stretches.
-//
-// An idle helper spins for as long as a typical pause between two operations of a step of the model, then yields, then
-// sleeps. Between two steps of the model, other processes can thus use the helpers' cores.
+// Each thread takes the pieces of its stretch in order, so that memory is read in order, then pieces of other
+// stretches. An idle helper spins for a typical pause between two operations, then yields, then sleeps, so that other
+// processes get its core between steps.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -29,7 +24,7 @@ namespace pagewire {
 
 class Team {
  public:
-  // Calls piece(i) for each i below `pieces`, on as many threads as torch is set to use. piece(i) must not call run().
+  // Calls piece(i) for each i below `pieces`, on as many threads as torch may use. piece must not call run().
   template <typename F>
   static void run(int64_t pieces, const F& piece) {
     Team& team = only();
@@ -68,7 +63,7 @@ class Team {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
-    asm volatile("isb" ::: "memory");  // on most of these processors `yield` takes no time
+    asm volatile("isb" ::: "memory");  // `yield` takes no time on most of these processors
 #else
     std::this_thread::yield();
 #endif
@@ -78,11 +73,11 @@ class Team {
     try {
       for (; num_helpers_ < helpers; ++num_helpers_) std::thread(&Team::help, this, num_helpers_ + 1).detach();
     } catch (const std::system_error&) {
-      // If the operating system refuses to start a thread, the team has fewer helpers.
+      // Fewer helpers if the operating system refuses a thread.
     }
   }
 
-  // If a piece throws an exception, the process ends, because other threads may still be using the caller's objects.
+  // An exception ends the process, because other threads may still use the caller's objects.
   void work(int number, int threads) noexcept {
     for (int i = 0; i < threads; ++i) {
       Stretch& stretch = stretches_[(number + i) % threads];
@@ -95,8 +90,7 @@ class Team {
     for (;;) {
       seen = wait_for_another(seen);
       if (seen % 2 == 0) continue;
-      // The order of these operations makes sure of one of two cases. Either this helper sees that the round is closed,
-      // or the caller sees that the helper has entered, and waits for the helper.
+      // With this order, either the helper sees that the round is closed, or the caller sees the helper, and waits.
       ++inside_;
       if (const int threads = threads_.load(); round_.load() == seen && number < threads) work(number, threads);
       --inside_;
@@ -146,16 +140,15 @@ class Team {
   std::atomic<int> threads_{0};
 };
 
-// Minimum number of rows per thread: waking a thread takes 2 to 5 µs, as long as computing 16,384 elements.
+// Minimum rows of a thread: waking one takes 2 to 5 µs, as long as computing 16,384 elements.
 inline int64_t rows_a_thread(int64_t row_length) {
   return std::max<int64_t>(1, 16384 / std::max<int64_t>(1, row_length));
 }
 
-// Splits [0, count) into consecutive stretches, and calls piece(begin, end) for each stretch. All stretches but the
-// last have at least `grain` elements.
+// Splits [0, count) into stretches of at least `grain` elements, the last maybe fewer, and calls piece(begin, end).
 template <typename F>
 void parallel_for(int64_t count, int64_t grain, const F& piece) {
-  // Each thread gets several pieces, so that other threads can take pieces of a thread that is slow or not running.
+  // Several pieces a thread, so that others can help a thread that is slow or not running.
   const int64_t length = std::max(grain, count / (16 * at::get_num_threads()));
   Team::run((count + length - 1) / length, [&](int64_t i) { piece(i * length, std::min(count, (i + 1) * length)); });
 }

@@ -1,5 +1,4 @@
-// Loads and stores of vectors that convert tensors of any supported type to and from float32. The vectors have the
-// width of the instruction set for which the library is compiled.
+// Vectors of the library's instruction set, loaded from and stored to any supported type as float32.
 #pragma once
 
 #include <ATen/cpu/vec/functional.h>
@@ -14,7 +13,7 @@
 
 namespace pagewire {
 
-// An allocator whose memory begins at a cache line and consists of whole cache lines.
+// Allocates whole cache lines.
 template <typename T>
 struct CacheLines {
   using value_type = T;
@@ -28,8 +27,7 @@ struct CacheLines {
   bool operator==(const CacheLines&) const { return true; }
 };
 
-// A std::vector whose memory begins at a cache line, so that each 64-byte SIMD vector is in one cache line. This
-// alignment makes attention a twentieth faster.
+// A std::vector from a cache line's start on, with 64-byte vectors in one line: attention is a twentieth faster.
 template <typename T>
 using Buffer = std::vector<T, CacheLines<T>>;
 
@@ -37,7 +35,7 @@ using Vec = at::vec::Vectorized<float>;
 constexpr int64_t kLanes = Vec::size();
 
 #if defined(__aarch64__)
-// `widen_four` exists because at::vec converts int8 to float32 one number at a time.
+// at::vec would convert int8 to float32 one number at a time.
 inline Vec widen_four(const int8_t* source) {
   int32_t four;
   __builtin_memcpy(&four, source, sizeof(four));
@@ -56,7 +54,7 @@ inline Vec widen_four(const at::Half* source) {
 }
 #endif
 
-// Loads `count` numbers and converts them to float32. The remaining lanes of the vector are 0.
+// Loads `count` numbers as float32; the other lanes are 0.
 template <typename T>
 inline Vec widen(const T* source, int64_t count = kLanes) {
   if constexpr (std::is_same_v<T, float>) {
@@ -103,7 +101,7 @@ inline Vec widen(const T* source, int64_t count = kLanes) {
 #endif
 }
 
-// Stores float32 lanes in the tensor's type, rounded to nearest with ties to even.
+// Stores float32 lanes in the tensor's type, rounded to nearest, ties to even.
 template <typename T>
 inline void store(T* target, const Vec& wide, int64_t count = kLanes) {
   if constexpr (std::is_same_v<T, float>) {
@@ -122,7 +120,7 @@ inline void store(T* target, const Vec& wide, int64_t count = kLanes) {
   }
 }
 
-// Rounds each lane to the nearest integer, with ties to even.
+// Rounds to nearest, ties to even.
 inline at::vec::Vectorized<int32_t> to_integers(const Vec& x) {
 #if defined(__aarch64__)
   return vcvtnq_s32_f32(x);
@@ -135,13 +133,13 @@ inline float sum(const Vec& x) {
   return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return a + b; }, x);
 }
 
-// Returns the largest lane, or NaN if any lane is NaN.
+// The largest lane; NaN if any is NaN.
 inline float largest(const Vec& x) {
   return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return at::vec::maximum(a, b); }, x);
 }
 
-// Calls `apply(index, lanes)` for consecutive vectors that cover `count` elements. `lanes` is the number of elements of
-// a vector; only the last vector may be shorter.
+// Calls apply(index, lanes) for vectors that cover `count` elements. Only the last may have fewer than a vector's
+// lanes.
 template <typename F>
 inline void for_each_vector(int64_t count, const F& apply) {
   int64_t index = 0;
@@ -149,7 +147,7 @@ inline void for_each_vector(int64_t count, const F& apply) {
   if (index < count) apply(index, count - index);
 }
 
-// Rounds each lane to the nearest integer, which must fit into 8 bits, and stores the integers as int8.
+// Stores lanes as int8, rounded to nearest; they must fit.
 inline void store_8_bits(const Vec& x, int64_t count, int8_t* numbers) {
   const auto whole = to_integers(x);
 #if defined(__AVX512F__)
@@ -165,7 +163,7 @@ inline void store_8_bits(const Vec& x, int64_t count, int8_t* numbers) {
   for (int64_t i = 0; i < count; ++i) numbers[i] = static_cast<int8_t>(each[i]);
 }
 
-// Returns the largest magnitude of the numbers in x. If any number is not finite, the result is not finite.
+// The largest magnitude; not finite if any number is not.
 template <typename T>
 inline float largest_magnitude(const T* x, int64_t count) {
   Vec magnitudes(0);
@@ -174,17 +172,15 @@ inline float largest_magnitude(const T* x, int64_t count) {
   });
   return largest(magnitudes);
 }
-// Compares the bits of bf16 magnitudes as integers, which sort like the magnitudes. A vector holds twice as many 16-bit
-// integers as float32 numbers.
+// Compares bf16 magnitudes as integers, which sort alike, in vectors of twice as many.
 inline float largest_magnitude(const at::BFloat16* x, int64_t count) {
   uint16_t most = 0;
   for (int64_t i = 0; i < count; ++i) most = std::max(most, static_cast<uint16_t>(x[i].x & 0x7FFF));
   return at::BFloat16(most, at::BFloat16::from_bits());
 }
 
-// Quantises x to int8, and returns the scale. Each stored number is x divided by the scale, rounded to the nearest
-// integer; the largest magnitude becomes 127. If any element of x is not finite, the scale is NaN and all stored
-// numbers are 0. If all magnitudes are below 1e-36, all stored numbers are 0, too.
+// Quantises x to int8, and returns the scale: the largest magnitude becomes 127, rounding is to nearest. If a number is
+// not finite, the scale is NaN and all numbers are 0. Below 1e-36, all are 0, too.
 template <typename T>
 inline float round_to_8_bits(const T* x, int64_t count, int8_t* numbers) {
   const float most = largest_magnitude(x, count);

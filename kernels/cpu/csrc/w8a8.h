@@ -1,11 +1,10 @@
-// Computes x @ weightᵀ + bias for packed weights in 8 bits, with x quantised to 8 bits. Sums are float32.
+// x @ weightᵀ + bias for weights and x in 8 bits. Sums are float32.
 //
-// The weights of 64 neighbouring inputs of an output share a scale. 64 neighbouring inputs of a row of x also share a
-// scale. Integers are multiplied four at a time (see integers.h), and their sums are scaled once for 64 inputs. Five of
-// six vector instructions in w8a8.h are multiplications. In grouped.h, only half of the vector instructions are
-// multiplications, because groups have 32 inputs and weights must be unpacked. A thread whose weights are in the cache
-// reaches 0.72 to 0.79 of a core's peak rate of multiplication. With groups of 128 inputs, products would be 7% faster,
-// but less exact. Products by these weights are batch-invariant, and have the same bits with every instruction set.
+// 64 neighbouring inputs share a scale, both of an output and of a row of x. Integers are multiplied four at a time
+// (integers.h) and scaled once for 64 inputs. Five of six vector instructions multiply; in grouped.h half do, because
+// groups have 32 inputs and weights are unpacked. With weights in the cache, a thread reaches 0.72 to 0.79 of a core's
+// peak. Groups of 128 inputs would be 7% faster, but less exact. Batch-invariant, with the same bits for every
+// instruction set.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,8 +24,7 @@ constexpr int64_t kLongGroup = 64;
 
 inline int64_t long_groups_of(int64_t inputs) { return (inputs + kLongGroup - 1) / kLongGroup; }
 
-// The weights of a panel's outputs for a group of 64 neighbouring inputs. In the last group, numbers after the last
-// input are not read.
+// A panel's outputs for 64 neighbouring inputs. Numbers after the last input are not read.
 struct LongBlock {
   float scales[kPanel];
   uint8_t numbers[kLongGroup / 4][kPanel][4];  // numbers plus 128; each entry has four inputs
@@ -37,17 +35,17 @@ struct LongBlock {
 };
 static_assert(sizeof(LongBlock) % 64 == 0);
 
-// The rows of x, quantised to 8 bits in groups of 64 inputs. The last four inputs of a row are padded with 0.
+// The rows of x in 8 bits, in groups of 64 inputs. The last four inputs of a row are padded with 0.
 struct LongInt8Rows {
   struct Group {
     float scale;
-    int32_t correction;  // corrects the sums for the 128 that is added to weights
+    int32_t correction;  // for the 128 added to weights
   };
   int64_t groups;  // groups of a row
   Buffer<int8_t> numbers;
   Buffer<Group> of_groups;
 
-  // Quantises x. If a number in a group of x is not finite, the group's scale is not finite.
+  // If a number of a group is not finite, neither is its scale.
   LongInt8Rows(const at::BFloat16* x, const Sizes& sizes)
       : groups(long_groups_of(sizes.inputs)), numbers(sizes.rows * groups * kLongGroup), of_groups(sizes.rows * groups) {
     parallel_for(sizes.rows, rows_a_thread(sizes.inputs), [&](int64_t begin, int64_t end) {
@@ -72,8 +70,8 @@ struct LongInt8Rows {
   }
 };
 
-// Maximum number of rows of a tile, such that the integer sums stay in registers. With AVX-512, the integer sums of 6
-// rows use 12 of 32 registers. GCC 12 holds the float sums in memory; each float sum is updated once for 64 inputs.
+// Rows of a tile whose integer sums stay in registers: with AVX-512, 6 rows take 12 of 32. GCC 12 holds float sums in
+// memory, updated once for 64 inputs.
 constexpr int kLongTileRows = kPanelVectors == 2 ? 6 : 2;
 
 template <int kRows>
@@ -113,7 +111,7 @@ inline void multiply_long_tile(
   put_tile<kRows>(sums, sizes, bias, out, row, panel);
 }
 
-// weights is [panels, groups]. x is [rows, inputs] with rows `x_stride` elements apart. bias is [outputs] or null.
+// weights: [panels, groups]. x: [rows, inputs], rows `x_stride` elements apart. bias: [outputs] or null.
 inline void multiply_long(
     const LongBlock* weights, const at::BFloat16* x, const Sizes& sizes, const at::BFloat16* bias, const Results& out) {
   const LongInt8Rows rounded(x, sizes);

@@ -1,1 +1,1 @@
-"""Triton kernels for attention over the blocks of a KV cache, and kernels that write and copy blocks."""
+"""Triton kernels for attention over blocks of a KV cache, and for writing and copying blocks."""

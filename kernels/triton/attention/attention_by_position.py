@@ -1,28 +1,17 @@
-"""Batch-invariant paged attention: the result of a token has the same bits in any batch, chunk or captured CUDA graph.
+"""Batch-invariant paged attention: a token's result has the same bits in any batch, chunk or captured CUDA graph.
 
-    `part`      A part of the keys: 512 keys that begin at a multiple of 512.
-    `program`   A program computes one tile of query rows for one key head, over some or all parts of the keys.
+    `part`      512 keys that begin at a multiple of 512, as in the CPU kernels.
+    `program`   One tile of query rows for one key head, over some or all parts.
 
-Each part of the keys is computed separately, one key tile after the other, from the part's beginning. The results of a
-part are the largest score, the sum of weights and the weighted sum of values. `merge_part` merges the parts' results in
-order. If there are few tiles of query rows, several programs share the parts of a tile, and `merge_parts` merges the
-programs' results with the same arithmetic. If there are many tiles, one program computes all parts of a tile. The
-number of programs does not change the bits of the result.
+Parts are computed separately (largest score, sum of weights, weighted values), and merged in order by `merge_part`. If
+tiles are few, several programs share the parts of a tile, and `merge_parts` merges with the same arithmetic. Decodes
+and chunks use one compiled kernel with one tile size; a row's arithmetic does not depend on its tile's other rows, so
+sequences may share a tile. With `metadata.shared`, a first launch computes each shared part once, and the rows of a
+second launch continue from it.
 
-Decodes and chunks have the same tile size, and every tile of keys is masked, so one compiled kernel computes both. The
-arithmetic of a query row does not depend on the other rows of its tile, so rows of several sequences may share a tile.
-If `metadata.shared` is given, a first launch computes each shared part once for several decodes. In the second launch,
-each row continues from the results of its shared parts.
-
-Batch invariance relies on two assumptions, and tests on an H100 found equal bits. The first assumption is that a tensor
-core instruction sums a row in the same order at any place in a tile. The second assumption is that the compiler
-translates `merge_part` to the same operations in both kernels that call it; the roundings in `merge_part` are explicit
-for this reason. The sizes of tiles and parts have not been tuned by measurement. The CPU kernels also use parts of 512
-keys.
-
-The oracles are `kernels.reference.paged_attention`, and the kernel's own results in other batches. The tests cover the
-edge cases of `paged_attention`, contexts of 511 to 513 tokens, windows that begin inside a part, and shared prefixes
-that are one key shorter than a context.
+Two assumptions, with equal bits found on an H100: a tensor core instruction sums a row in the same order at any place
+of a tile, and the compiler translates `merge_part` equally in both kernels, for which its roundings are explicit. Sizes
+are not tuned by measurement. Oracles: `kernels.reference.paged_attention`, and other batches.
 """
 
 import torch
@@ -45,11 +34,10 @@ from kernels.triton.launch import OPTIONS
 _NUM_WARPS = 4
 _NUM_STAGES = 3
 _MAX_TILE_KEYS = 32
-"""Maximum number of keys in a tile. For compute capability 9.0 and heads of 128, ptxas reports that a thread spills 48
-bytes of registers with tiles of 32 keys, and 200 bytes with tiles of 64 keys."""
+"""Keys of a tile. Heads of 128 at compute capability 9.0: a thread spills 48 bytes of registers with 32 keys, 200 with
+64."""
 _MAX_PARTIAL_BYTES = 2**28
-"""Maximum size in bytes of the parts' results that `merge_parts` merges. If the results would be larger, one program
-computes all parts of a tile, and the result has the same bits."""
+"""Bytes of partial results for `merge_parts`. Above, one program computes all parts of a tile, with the same bits."""
 
 
 def attention_by_position(
@@ -62,7 +50,6 @@ def attention_by_position(
     bias: Tensor | None = None,
     causal: bool = True,
 ) -> Tensor:
-    """See `kernels.triton.attention.paged_attention`."""
     check_attention_options(query, window, soft_cap, bias, causal)
     num_tokens, num_heads, head_dim = query.shape
     num_sequences, num_kv_heads = len(metadata.context_lens), layer_cache.shape[3]
@@ -81,7 +68,7 @@ def attention_by_position(
     apart = num_programs > 1 and num_parts * num_tokens * num_heads * head_dim * 4 <= _MAX_PARTIAL_BYTES
     shared = metadata.shared if only_decodes and window is None and bias is None and causal else None
 
-    # The results of a row's parts are stored in the order of the parts. A row may have fewer parts than `room`.
+    # Results are in the order of the parts; a row may have fewer than `room`.
     room = num_parts if apart else 0 if shared is None else min(num_parts, shared.most_parts)
     partial = torch.empty((num_tokens, num_heads, room, head_dim), device=query.device)
     sums = torch.empty((num_tokens, num_heads, room, 2), device=query.device)
@@ -99,8 +86,7 @@ def attention_by_position(
             metadata.context_lens,
             metadata.block_tables,
             torch.empty(0, device=query.device) if bias is None else bias,
-            # The next three arguments describe shared parts. If there are none, the kernel does not read these
-            # arguments.
+            # Unread without shared parts.
             *((metadata.query_start,) * 3 if shared is None else (shared.items, shared.rows, shared.num_parts)),
             num_sequences,
             room,
@@ -140,17 +126,12 @@ def attention_by_position(
 
 
 def shared_tokens(groups: int, head_dim: int, dtype: torch.dtype) -> int:
-    """See `kernels.ops.Ops`."""
     return _tile_rows(groups, head_dim, dtype) // groups
 
 
 def _tile_rows(groups: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Number of query rows of a tile.
-
-    A Hopper GPU's warpgroup instruction requires at least 64 rows. A program holds two weighted sums in registers: the
-    sum of the current part, and the sum of all earlier parts. Tiles for large heads and tiles in float32 therefore have
-    fewer than 64 rows.
-    """
+    """Query rows of a tile. Hopper's warpgroup instruction needs at least 64. Large heads and float32 have fewer,
+    because a program holds two weighted sums in registers: of the part, and of all earlier parts."""
     most = 2**13 // columns_of(head_dim) // (16 if dtype is torch.float32 else 1)
     return max(16, min(64, most), int(triton.next_power_of_2(groups)))
 
@@ -199,13 +180,9 @@ def _attention_by_position_kernel(
     head_columns: tl.constexpr,
     part_keys: tl.constexpr,
 ):
-    """Compute one tile of query rows in each program. The flags of a launch are not constexpr, because kernels that are
-    compiled separately for each flag might round differently.
-
-    together: whether a tile contains rows of several sequences and computes a shared part. apart: whether the results
-    of parts are stored in `partial` and `sums`. shares: whether rows continue from the results that a launch with
-    `together` has stored.
-    """
+    """Compute one tile. A launch's flags are not constexpr, because kernels compiled for each might round differently.
+    together: the tile has rows of several sequences, and computes a shared part. apart: parts' results go to `partial`
+    and `sums`. shares: rows continue from the results of the launch with `together`."""
     tile_tokens: tl.constexpr = tile_rows // groups
     row = tl.arange(0, tile_rows)
     member = row // groups
@@ -218,7 +195,7 @@ def _attention_by_position_kernel(
         first_part, first_member, num_members = tl.load(item), tl.load(item + 1), tl.load(item + 2)
         sequence = tl.load(item_rows + first_member, mask=num_members > 0, other=0)
         token = tl.load(item_rows + first_member + member, mask=member < num_members, other=0)
-        # The keys of a shared part come before all query tokens, so every query token attends to every key of the part.
+        # Shared keys come before all query tokens, which therefore see all of them.
         last_part = first_part + tl.minimum(num_members, 1)
         low = first_part * part_keys
         high = last_part * part_keys
@@ -236,8 +213,7 @@ def _attention_by_position_kernel(
         first_row = tl.load(query_start + sequence)
         num_members = tl.minimum(tl.load(query_start + sequence + 1) - first_row - first_token, tile_tokens)
         context_len = tl.load(context_lens + sequence)
-        # If attention is not causal, query positions begin at the last key, so that all query tokens attend to all
-        # keys.
+        # Not causal: query positions begin at the last key, so that all keys are seen.
         first_position = context_len - 1
         if causal:
             first_position = context_len - (tl.load(query_start + sequence + 1) - first_row) + first_token
@@ -263,8 +239,7 @@ def _attention_by_position_kernel(
     largest = tl.full([tile_rows], float("-inf"), tl.float32)
     total = tl.zeros([tile_rows], tl.float32)
     weighted = tl.zeros([tile_rows, head_columns], tl.float32)
-    # `disable_licm` keeps values that are needed once per part inside the loop over parts. If these values stayed in
-    # registers during the loop over tiles, a thread would spill 190 more bytes of registers.
+    # `disable_licm` keeps a part's values out of the inner loop's registers; otherwise, a thread spills 190 more bytes.
     for part in tl.range(first_part + tl.program_id(1), last_part, tl.num_programs(1), disable_licm=True):
         begin = tl.maximum(low, part * part_keys) // tile_keys
         end = tl.cdiv(tl.minimum(high, (part + 1) * part_keys), tile_keys)
@@ -279,7 +254,7 @@ def _attention_by_position_kernel(
             )  # fmt: skip
         left = place * room + part - first_place
         if apart != 0:
-            if part >= num_shared:  # the launch with `together` has stored shared parts
+            if part >= num_shared:  # stored by the launch with `together`
                 tl.store(sums + left * 2, part_largest, mask=is_row)
                 tl.store(sums + left * 2 + 1, part_total, mask=is_row)
                 tl.store(partial + left[:, None] * head_dim + column, part_weighted, mask=inside)

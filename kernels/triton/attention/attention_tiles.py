@@ -1,5 +1,5 @@
-"""Code that several attention kernels use: the sizes of tiles, the sequence to which a tile belongs, and the online
-softmax over one tile of keys (Milakov and Gimelshein, 2018; Dao et al., 2022)."""
+"""Tile sizes, the sequence of a tile, and online softmax over a tile of keys (Milakov and Gimelshein, 2018; Dao et al.,
+2022)."""
 
 from functools import cache
 
@@ -11,24 +11,21 @@ from kernels.triton.attention.narrow_cache import scale_place
 
 _INTERPRETED_PROCESSORS = 8
 HOPPER_SHARED_MEMORY = 227 * 1024
-"""Maximum number of bytes of shared memory that a program may use on a Hopper GPU."""
+"""Bytes of shared memory for a program on Hopper."""
 
 
 def columns_of(head_dim: int) -> int:
-    """Number of columns of a tile for heads of this size. The number is a power of two, and at least 16, which is the
-    minimum of tensor cores."""
+    """A power of two, at least 16 for tensor cores."""
     return max(16, int(triton.next_power_of_2(head_dim)))
 
 
 def tile_keys_of(head_dim: int, dtype: torch.dtype) -> int:
-    """Number of keys of a tile. In each pipeline stage, the tile's keys and values together occupy at most 32 KiB of
-    shared memory."""
+    """Keys and values of a tile take at most 32 KiB of shared memory in a pipeline stage."""
     return max(16, min(64, 2**14 // (columns_of(head_dim) * dtype.itemsize)))
 
 
 @cache
 def num_processors(device: torch.device) -> int:
-    """Number of multiprocessors of the GPU."""
     if device.type != "cuda":
         return _INTERPRETED_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -36,7 +33,7 @@ def num_processors(device: torch.device) -> int:
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Maximum number of bytes of shared memory that a program may use on this device."""
+    """Bytes for a program on this device."""
     if device.type != "cuda":
         return HOPPER_SHARED_MEMORY
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
@@ -44,13 +41,9 @@ def shared_memory(device: torch.device) -> int:
 
 @triton.jit
 def sequence_of_tile(tile, query_start, num_sequences, tile_tokens: tl.constexpr):
-    """Find the sequence to which a tile of query tokens belongs. The first tile of sequence i has the number
-    `query_start[i] // tile_tokens + i`.
-
-    The division by `tile_tokens` rounds down and thus loses at most one tile for each sequence, and the summand i adds
-    one tile for each sequence. The tiles of different sequences therefore have different numbers. A tile whose number
-    belongs to no sequence's tokens lies after the end of a sequence, and computes nothing.
-    """
+    """Find the sequence of a tile. Sequence i begins at tile `query_start[i] // tile_tokens + i`. The division loses at
+    most one tile for each sequence, and i adds one, so sequences' tiles differ. A tile after the end of its sequence
+    computes nothing."""
     low = tl.full([], 0, tl.int32)
     high = num_sequences - 1
     while low < high:
@@ -90,25 +83,19 @@ def attend_tile(
     tile_keys: tl.constexpr,
     head_columns: tl.constexpr,
 ):
-    """Continue the online softmax of a tile of query rows over the keys [start, start + tile_keys). Only keys in [low,
-    high) exist.
-
-    head_bias: if scores are biased, the address of the first bias of each row's head. A tile reads one bias for each
-    score through shared memory. On an H200, tiles of 256 rows and 128 columns occupy 193 KiB of shared memory with a
-    bias, and 129 KiB without a bias. The time that the bias costs has not been measured. Returns the new largest score
-    as a logarithm to base 2, the sum of the weights, and the weighted sum of the values.
-    """
+    """Continue online softmax over the keys [start, start + tile_keys), of which [low, high) exist. head_bias: address
+    of each row's first bias. On an H200, tiles of 256 x 128 take 193 KiB of shared memory with a bias and 129 KiB
+    without; its time has not been measured. Returns largest score (log2), sum of weights, weighted values."""
     log2_e: tl.constexpr = 1.4426950408889634
     key = start + tl.arange(0, tile_keys)
     column = tl.arange(0, head_columns)
     exists = (key >= low) & (key < high)
-    # Neighbouring keys are in the same block, so they read the same entry of the block table, which the hardware
-    # fetches only once.
+    # Neighbouring keys read the same entry of the block table, which is fetched once.
     block = tl.load(table + key // block_size, mask=exists, other=0) if masked else tl.load(table + key // block_size)
     slot = block.to(tl.int64) * block_stride + key % block_size * (num_kv_heads * (head_dim + scale_bytes))
     key_place = head_cache + slot[None, :] + column[:, None]
     value_place = head_cache + part_stride + slot[:, None] + column[None, :]
-    # The values of missing keys must be loaded as zeros, because a weight of 0 times NaN would be NaN.
+    # Missing values must be zeros, because 0 times NaN is NaN.
     if masked:
         keys = tl.load(key_place, mask=exists[None, :] & (column < head_dim)[:, None], other=0.0)
         values = tl.load(value_place, mask=exists[:, None] & (column < head_dim)[None, :], other=0.0)
@@ -126,7 +113,7 @@ def attend_tile(
 
     scores = tl.dot(queries, keys, input_precision="ieee")
     if soft_cap > 0:
-        # The soft cap is computed with tanh(x) = 2 sigmoid(2x) - 1.
+        # tanh(x) = 2 sigmoid(2x) - 1
         scores = 2.0 * tl.sigmoid(scores * (2.0 * scale / soft_cap)) - 1.0
         factor = soft_cap * log2_e
     elif biased:
@@ -141,8 +128,7 @@ def attend_tile(
             visible &= position[:, None] - key[None, :] < window
         scores = tl.where(visible, scores, float("-inf"))
 
-    # `factor` is applied to the scores' maximum, not to each score, which is equal because `factor` is positive.
-    # `scores * factor - base` is then a single fused instruction for each score.
+    # The positive `factor` scales the maximum, so that each score needs a single fused instruction.
     new_largest = tl.maximum(largest, tl.max(scores, axis=1) * factor)
     base = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # -inf: no key yet
     weights = tl.exp2(scores * factor - base[:, None])

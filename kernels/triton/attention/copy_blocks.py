@@ -1,14 +1,11 @@
-"""Copies whole blocks within the KV cache, in one pass. The destination of one pair of blocks may also be the source of
-another pair.
+"""Copies whole blocks within the KV cache in one pass; a destination may be another pair's source.
 
     `cache`                   [num_blocks, ...], contiguous.
     `sources, destinations`   [n] int64.
-    `program`                 A program copies the same few columns of all n pairs: [n padded, columns].
+    `program`                 A few columns of all n pairs: [n padded, columns].
 
-The columns of blocks are independent, so programs need not wait for each other. In each program, a barrier separates
-the last load from the first store. Eager torch would copy the sources to temporary memory first, and thus move every
-byte twice. The oracle is `kernels.reference.copy_blocks`. If there are more pairs than a program can hold, the oracle
-is used instead of the kernel. The tests cover three pairs, chains of pairs, and blocks of 123 elements.
+A barrier separates a program's loads from its stores, and columns are independent. Eager torch would move every byte
+twice. The oracle, `kernels.reference.copy_blocks`, copies if there are too many pairs.
 """
 
 import torch
@@ -20,14 +17,12 @@ from kernels import reference
 from kernels.triton.launch import OPTIONS
 
 _TILE = 8192
-"""Maximum number of elements that a program copies, which are 64 per thread."""
+"""Elements of a program, 64 per thread."""
 _MAX_PAIRS = 256
-"""Maximum number of pairs of blocks that a program can copy. With more pairs, a program would read less than 64
-contiguous bytes of each block in half precision."""
+"""Pairs of a program. With more, it would read less than 64 contiguous bytes of a block in half precision."""
 
 
 def copy_blocks(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
-    """See `kernels.reference.copy_blocks`."""
     num_pairs = len(sources)
     if num_pairs > _MAX_PAIRS:
         reference.copy_blocks(cache, sources, destinations)

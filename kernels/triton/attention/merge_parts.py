@@ -1,17 +1,13 @@
-"""Merges the results of a query row for several parts of the keys, one part after the other. The merge is an online
-softmax over parts.
+"""Merges a query row's results for parts of the keys, in order, by online softmax.
 
-    `partial` [num_tokens, num_heads, room, head_dim] float32: a part's sum of values, weighted by `2^(score -
-    largest)`.
+    `partial`   [num_tokens, num_heads, room, head_dim] float32: values weighted by `2^(score - largest)`.
     `sums`      [num_tokens, num_heads, room, 2] float32: each part's largest score (log2), and its sum of weights.
-    `counts` [num_tokens, num_heads] int32: the number of a row's parts, whose results are the first of `room` entries.
+    `counts`    [num_tokens, num_heads] int32: a row's parts, the first of `room` entries.
     `output`    [num_tokens, num_heads, head_dim].
-    `program`   A program merges the parts of one head of one token.
+    `program`   One head of one token.
 
-A part without unmasked keys does not change the result. Programs that compute all parts of a row also use `merge_part`,
-so their results have the same bits. The roundings in `merge_part` are explicit, so that a compiler cannot fuse a
-product with a sum in only one of the two kernels. The result of a row without parts is zero. The tests cover heads of
-80, and rows with different numbers of parts.
+Programs with all parts of a row also use `merge_part`, and get the same bits: its explicit roundings keep a compiler
+from fusing a product and a sum in one kernel only. Rows without parts are zero.
 """
 
 import triton
@@ -22,7 +18,6 @@ from kernels.triton.launch import OPTIONS, num_warps
 
 
 def merge_parts(partial: Tensor, sums: Tensor, counts: Tensor, output: Tensor) -> None:
-    """Merge the parts of all query rows, and store the attention's results in `output`."""
     num_tokens, num_heads, room, head_dim = partial.shape
     columns = triton.next_power_of_2(head_dim)
     _merge_parts_kernel[(num_tokens, num_heads)](
@@ -33,10 +28,9 @@ def merge_parts(partial: Tensor, sums: Tensor, counts: Tensor, output: Tensor) -
 
 @triton.jit
 def merge_part(largest, total, weighted, part_largest, part_total, part_weighted):
-    """Merge the results of a part into the results of all earlier parts. largest and total are [rows]; weighted is
-    [rows, columns]. Returns the merged values of largest, total and weighted."""
+    """Merge a part into all earlier ones. largest, total: [rows]; weighted: [rows, columns]."""
     new_largest = tl.maximum(largest, part_largest)
-    base = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # before any key is seen
+    base = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # before any key
     shrink, grow = tl.exp2(largest - base), tl.exp2(part_largest - base)
     total = tl.fma(total, shrink, part_total * grow)
     weighted = tl.fma(weighted, shrink[:, None] + tl.zeros_like(weighted), part_weighted * grow[:, None])
@@ -45,8 +39,7 @@ def merge_part(largest, total, weighted, part_largest, part_total, part_weighted
 
 @triton.jit
 def finished(total, weighted):
-    """Compute the attention's result of rows whose parts have all been merged. For a row without keys, the result is
-    zero."""
+    """The result of rows with all parts merged; zero without keys."""
     divisor = tl.where(total == 0, 1.0, total)
     return weighted * tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)[:, None]
 

@@ -1,13 +1,11 @@
-"""Merges the results of several programs that share the keys of a query row. The keys that one program computes are
-called a split. The merged result is `sum(2^(s - max s) * o) / sum(2^(s - max s))`.
+"""Merges the results of programs that share a query row's keys: `sum(2^(s - max s) * o) / sum(2^(s - max s))`.
 
     `partial`    [num_tokens, num_heads, splits, head_dim] float32: o, the attention over the keys of each split.
     `log_sums`   [num_tokens, num_heads, splits] float32: s, log2 of a split's sum of weights; -inf without keys.
     `output`     [num_tokens, num_heads, head_dim].
-    `program`    A program merges the splits of one head of one token.
+    `program`    One head of one token.
 
-If no split of a row has keys, the row's result is zero. Merging splits is the second half of flash-decoding (Dao et
-al., 2023). The tests cover heads of 80, and rows in which only the first split has keys.
+Rows without keys are zero. This is the second half of flash-decoding (Dao et al., 2023).
 """
 
 import triton
@@ -18,8 +16,7 @@ from kernels.triton.launch import OPTIONS, num_warps
 
 
 def merge_splits(partial: Tensor, log_sums: Tensor, output: Tensor) -> None:
-    """Merge the splits of all query rows, and store the attention's results in `output`. The number of splits must be a
-    power of two."""
+    """The number of splits must be a power of two."""
     num_tokens, num_heads, splits, head_dim = partial.shape
     columns = triton.next_power_of_2(head_dim)
     _merge_splits_kernel[(num_tokens, num_heads)](

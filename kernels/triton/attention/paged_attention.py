@@ -1,27 +1,17 @@
-"""Paged attention, `softmax(q kᵀ * scale) v`, over blocks of the KV cache that are read in place. One call computes
-both chunks and decodes.
+"""Paged attention, `softmax(q kᵀ * scale) v`, over blocks that are read in place, for chunks and decodes in one call.
 
     `query`         [num_tokens, num_heads, head_dim], with any stride between tokens.
     `layer_cache`   [num_blocks, 2, block_size, num_kv_heads, head_dim], a strided view of one layer. May be in 8 bits.
-    `program`       A program computes one tile of a sequence's query rows for one key head, over one part of the keys.
+    `program`       One tile of a sequence's query rows for one key head, over one part of the keys.
 
-The rows of a tile are the query heads that share one key head, for each of several tokens. All rows of a tile use the
-same loaded keys and values. The softmax is computed online over tiles of keys (Milakov and Gimelshein, 2018; Dao et
-al., 2022). For each row, a program holds the maximum score, the sum of weights, and the weighted sum of values. If the
-maximum score grows, both sums are scaled down. If there are too few tiles of query rows to occupy the device, several
-programs share the keys of a tile, and `merge_splits` merges their results (Dao et al., 2023).
+A tile has the query heads of one key head for several tokens, which use the same loaded keys. Softmax is online over
+tiles of keys (Milakov and Gimelshein, 2018; Dao et al., 2022). If tiles are too few for the device, programs share a
+tile's keys, and `merge_splits` merges (Dao et al., 2023).
 
-A call launches the kernel at most twice: once for decodes, with tiles of one token, and once for chunks, with tiles of
-many tokens. Grid sizes depend only on shapes and on the maxima in the metadata, so the host reads nothing from the
-device. A batch of decodes can therefore be captured in a CUDA graph. The grid of a captured graph is valid for all
-contexts up to the maximum with which it was captured. A padding row of a captured graph is a sequence with one query
-token and a context of 0 tokens, and its result is zero. Decodes with shared parts are computed by the batch-invariant
-kernel (`kernels.triton.attention.attention_by_position`).
-
-The oracle is `kernels.reference.paged_attention`. The tests cover contexts of one token, and of one token more than a
-block. The tests cover 7 query heads per key head, heads of 10 or 80, and a block size of 3. The tests cover a window
-that ends inside a tile, NaN in every unused slot, a bias with one distance, and attention that is not causal with more
-query tokens than keys.
+There is a launch for decodes (tiles of one token) and one for chunks. Grids depend on shapes and the metadata's maxima
+only, so that a CUDA graph of decodes is valid for all contexts up to its maximum. A graph's padding row is a sequence
+with a context of 0, and its result is zero. `attention_by_position` computes decodes with shared parts. Oracle:
+`kernels.reference.paged_attention`.
 """
 
 from typing import NamedTuple
@@ -60,7 +50,7 @@ def paged_attention(
     bias: Tensor | None = None,
     causal: bool = True,
 ) -> Tensor:
-    """See `kernels.reference.paged_attention`. Every row of `query` must belong to a sequence in the metadata."""
+    """Every row of `query` must belong to a sequence."""
     if metadata.shared is not None and window is None and bias is None and causal:
         return attention_by_position(query, layer_cache, metadata, scale, soft_cap=soft_cap)
     check_attention_options(query, window, soft_cap, bias, causal)
@@ -79,7 +69,7 @@ def paged_attention(
     visible = metadata.max_context_len if window is None else min(metadata.max_context_len, window + tile_keys)
     num_splits = _num_splits(num_tiles * num_kv_heads, triton.cdiv(visible, tile_keys), query.device)
     if num_splits == 1:
-        partial, log_sums = output, output  # `log_sums` is not used without splits
+        partial, log_sums = output, output  # unused without splits
     else:
         partial = torch.empty((num_tokens, num_heads, num_splits, head_dim), device=query.device)
         log_sums = torch.empty((num_tokens, num_heads, num_splits), device=query.device)
@@ -93,7 +83,7 @@ def paged_attention(
             metadata.query_start,
             metadata.context_lens,
             metadata.block_tables,
-            query if bias is None else bias,  # not read if there is no bias
+            query if bias is None else bias,  # unread without a bias
             num_sequences,
             num_splits,
             0 if bias is None else bias.shape[1],
@@ -131,30 +121,25 @@ def paged_attention(
 
 
 class _Tile(NamedTuple):
-    """The shape of a program's tile, and the options with which the kernel is compiled for it."""
+    """A tile's shape, and compile options."""
 
     rows: int
     num_warps: int
     num_stages: int
-    """Number of pipeline stages. Loading entries of the block table has stages of its own, before the stages that load
-    the entries' keys."""
+    """Pipeline stages. Entries of the block table are loaded in separate stages, before their keys."""
 
 
 def _decode_tile(groups: int, head_columns: int) -> _Tile:
-    """The tile for decodes. A decode's tile has few warps, so that several programs fit on a multiprocessor. While one
-    program waits for its first keys, another program on the same multiprocessor computes."""
+    """Few warps, so that several programs fit on a multiprocessor and compute while others wait for keys."""
     rows = max(16, triton.next_power_of_2(groups))
     num_warps = 2 if rows == 16 else 4 if rows * head_columns < 2**13 else 8
     return _Tile(rows, num_warps, 5)
 
 
 def _chunk_tile(max_query_len: int, groups: int, head_columns: int, dtype: torch.dtype, device: torch.device) -> _Tile:
-    """The tile for chunks. Only a few tile sizes are used, because the kernel is compiled for each size.
-
-    On an H200 with heads of 128, tiles of 256 rows reach 56% of the rate of large matrix products, and tiles of 128
-    rows reach 51%. With more rows, ptxas spills the accumulator. Tiles in float32 need the most registers, because no
-    tensor core multiplies float32 exactly.
-    """
+    """One of few sizes, because the kernel is compiled for each. H200, heads of 128: 256 rows reach 56 % of the rate of
+    large matrix products, 128 rows 51 %; with more, ptxas spills the accumulator. float32 needs the most registers,
+    because no tensor core multiplies float32 exactly."""
     most = 2**15 if shared_memory(device) >= HOPPER_SHARED_MEMORY else 2**14
     largest = max(16, min(most // 128, most // head_columns // (16 if dtype is torch.float32 else 1)))
     fitting = next((size for size in (16, 64, 128) if largest >= size >= max_query_len * groups), largest)
@@ -163,8 +148,7 @@ def _chunk_tile(max_query_len: int, groups: int, head_columns: int, dtype: torch
 
 
 def _num_splits(num_programs: int, num_key_tiles: int, device: torch.device) -> int:
-    """Number of programs that share the keys of a tile of query rows, which is a power of two. Each multiprocessor
-    should get at most two programs."""
+    """Programs for one tile, a power of two; at most two programs for each multiprocessor."""
     most = min(2 * num_processors(device) // num_programs, num_key_tiles, _MAX_SPLITS)
     return 1 << max(most, 1).bit_length() - 1
 
@@ -202,18 +186,17 @@ def _paged_attention_kernel(
     tile_keys: tl.constexpr,
     head_columns: tl.constexpr,
 ):
-    """Compute one tile of query rows. output is [num_tokens, num_heads, head_dim], or, if keys are split, [num_tokens,
-    num_heads, num_splits, head_dim] float32."""
+    """output: [num_tokens, num_heads, head_dim], or with splits [num_tokens, num_heads, num_splits, head_dim]
+    float32."""
     tile_tokens: tl.constexpr = tile_rows // groups
-    # Programs for neighbouring key heads have neighbouring numbers, because the heads of a token are neighbours in
-    # memory.
+    # Neighbouring key heads get neighbouring programs, because a token's heads are neighbours in memory.
     kv_head = tl.program_id(0) % num_kv_heads
     part = tl.program_id(1)
     if decodes:
         sequence = tl.program_id(0) // num_kv_heads
         first_token = 0
     else:
-        # The tiles of a prompt are started in reverse order, because the last tile attends to the most keys.
+        # Last tiles first, because they have the most keys.
         tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // num_kv_heads
         sequence = sequence_of_tile(tile, query_start, num_sequences, tile_tokens)
         first_token = (tile - tl.load(query_start + sequence) // tile_tokens - sequence) * tile_tokens
@@ -226,7 +209,7 @@ def _paged_attention_kernel(
         if (query_len == 1) | (first_token >= query_len):
             return
     context_len = tl.load(context_lens + sequence)
-    # If attention is not causal, query positions begin at the last key, so that all query tokens attend to all keys.
+    # Not causal: query positions begin at the last key, so that all keys are seen.
     first_position = context_len - query_len + first_token if causal else context_len - 1
 
     row = tl.arange(0, tile_rows)
@@ -245,8 +228,7 @@ def _paged_attention_kernel(
     share = tl.cdiv(tl.cdiv(high, tile_keys) - first_tile, num_splits)
     begin = first_tile + part * share
     end = tl.minimum(begin + share, tl.cdiv(high, tile_keys))
-    # All query rows attend to all keys of the key tiles before `seen_by_all`, so these key tiles need no mask. If there
-    # is a window, every key tile is masked.
+    # Tiles before `seen_by_all` need no mask, unless there is a window.
     seen_by_all = begin if window > 0 else tl.maximum(tl.minimum((first_position + 1) // tile_keys, end), begin)
 
     largest = tl.full([tile_rows], float("-inf"), tl.float32)
@@ -267,7 +249,7 @@ def _paged_attention_kernel(
             num_kv_heads, head_dim, scale_bytes, block_size, window, soft_cap, biased, tile_keys, head_columns,
         )  # fmt: skip
 
-    empty = total == 0  # no keys: a padding row, or a split after the last key tile
+    empty = total == 0  # a padding row, or a split after the last key tile
     divisor = tl.where(empty, 1.0, total)
     result = weighted * (1.0 / divisor)[:, None]
     place = wide_row * (num_kv_heads * groups) + head

@@ -1,17 +1,12 @@
-"""Attention from the output of a fused QKV projection. One kernel normalises and rotates heads, and stores keys and
-values, before the attention kernel runs.
+"""Attention from a fused QKV projection: one kernel normalises, rotates and stores before the attention kernel.
 
     `qkv`          [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], query, key and value heads in this order.
     `cos, sin`     [num_tokens, half] float32, contiguous. Only the first 2 * half elements of a head are rotated.
     `layer_cache`  [num_blocks, 2, block_size, num_kv_heads, head_dim], a strided view of one layer. May be in 8 bits.
     `tile`         A program has two tiles of one token, [heads, half padded to a power of two], and one with the rest.
 
-The first kernel rotates query and key heads. If the network has norms for queries and keys, the kernel normalises these
-heads before the rotation. Queries are stored in `qkv`; keys and values are stored in their slots of the cache. With
-this kernel, a decode step of 32 layers launches 32 kernels instead of 96, and no intermediate result is read from
-memory. The keys and values of a token with a negative slot are not stored. The oracle is
-`kernels.composed.qkv_attention` with the operations of `kernels.reference`. The tests cover half = 5, three heads, two
-unrotated elements per head, and NaN and infinity in a value.
+Queries go to `qkv`, keys and values to the cache. A decode step of 32 layers launches 32 kernels in place of 96, and
+reads no intermediate result from memory. Oracle: `kernels.composed.qkv_attention`.
 """
 
 from collections.abc import Callable
@@ -27,8 +22,7 @@ from kernels.triton.attention.paged_attention import paged_attention
 from kernels.triton.launch import OPTIONS, num_warps
 
 _TILE = 1024
-"""Maximum number of elements of a program's tile, which contains half of the elements of each head. With heads of 128,
-a tile has 16 heads."""
+"""Elements of a tile, half of each head: 16 heads of 128."""
 
 
 def qkv_attention(
@@ -45,8 +39,7 @@ def qkv_attention(
     soft_cap: float | None = None,
     attend: Callable[..., Tensor] = paged_attention,
 ) -> Tensor:
-    """See `kernels.composed.qkv_attention`. Keys and values of tokens with a negative slot are not stored. attend: the
-    function that computes attention."""
+    """Tokens with a negative slot are not stored. attend: computes the attention."""
     query = _prepare(qkv, norms, eps, offset, rotation, layer_cache, slots)
     return attend(query, layer_cache, metadata, scale, window, soft_cap).flatten(1)
 
@@ -60,8 +53,7 @@ def _prepare(
     layer_cache: Tensor,
     slots: Tensor,
 ) -> Tensor:
-    """Normalise and rotate heads, and store keys and values. Returns the query heads, [num_tokens, num_heads,
-    head_dim], as a view of `qkv`."""
+    """Returns query heads [num_tokens, num_heads, head_dim], a view of `qkv`."""
     num_tokens = len(qkv)
     block_size, num_kv_heads, head_dim = *layer_cache.shape[2:4], head_dim_of(layer_cache)
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
@@ -73,7 +65,7 @@ def _prepare(
     if num_tokens:
         _prepare_qkv_kernel[(num_tokens, triton.cdiv(all_heads, heads))](
             qkv,
-            *(norms or (qkv, qkv)),  # not read if there are no norms
+            *(norms or (qkv, qkv)),  # unread without norms
             *(rotation or (qkv, qkv)),
             layer_cache,
             slots,
@@ -139,7 +131,7 @@ def _prepare_qkv_kernel(
     second = tl.load(source + half + column, mask=inside, other=0.0)
     rest_column = tl.arange(0, rest_columns)[None, :]
     inside_rest = exists & (rest_column < rest)
-    remainder = first  # Triton needs a value even if there is no rest
+    remainder = first  # Triton needs a value even without a rest
     if rest > 0:
         remainder = tl.load(source + 2 * half + rest_column, mask=inside_rest, other=0.0)
 
@@ -182,8 +174,7 @@ def _prepare_qkv_kernel(
         kept_first, kept_second, kept_rest = first, second, remainder
         if scale_bytes > 0:
             dtype: tl.constexpr = layer_cache.dtype.element_ty
-            # No mask is needed for the maximum. Elements outside a head were loaded as 0, and stay 0, because the
-            # norm's weights for them were also loaded as 0.
+            # No mask: elements outside a head were loaded as 0, and so were their norm weights.
             largest = tl.maximum(tl.max(magnitudes(first), axis=1), tl.max(magnitudes(second), axis=1))
             if rest > 0:
                 largest = tl.maximum(largest, tl.max(magnitudes(remainder), axis=1))
@@ -200,8 +191,8 @@ def _prepare_qkv_kernel(
 
 @triton.jit
 def _normalised(values, scale, query_norm, key_norm, is_query, is_value, column, width: tl.constexpr, offset):
-    """Multiply query and key heads by the weights of their norms and by `scale`, the inverse root mean square of each
-    head. Value heads are unchanged. The result is float32."""
+    """Multiply query and key heads, not values, by norm weights and inverse root mean square `scale`. Returns
+    float32."""
     inside = column < width
     query_factors = tl.load(query_norm + column, mask=inside, other=0.0).to(tl.float32)
     key_factors = tl.load(key_norm + column, mask=inside, other=0.0).to(tl.float32)

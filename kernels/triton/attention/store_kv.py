@@ -1,13 +1,11 @@
-"""Stores the keys and values of tokens in their cache slots: `layer_cache[slot // block_size, :, slot % block_size] =
-key, value`.
+"""Stores keys and values: `layer_cache[slot // block_size, :, slot % block_size] = key, value`.
 
     `keys, values`   [num_tokens, num_kv_heads, head_dim], with any stride between tokens.
     `layer_cache`    [num_blocks, 2, block_size, num_kv_heads, head_dim], a strided view of one layer. May be in 8 bits.
-    `program`        A program stores one token, whose heads are contiguous in the source and in the cache.
+    `program`        One token, whose heads are contiguous in the source and in the cache.
 
-The kernel does not store tokens with a negative slot, which are the padding rows of a captured CUDA graph. To skip
-padding rows, eager torch would have to read the slots on the host. The oracle is `kernels.reference.store_kv`, for
-tokens that have a slot. The tests cover three heads of 10 elements, a block size of 3, and calls without tokens.
+Negative slots, a CUDA graph's padding rows, are not stored; eager torch would have to read the slots on the host.
+Oracle: `kernels.reference.store_kv`.
 """
 
 import triton
@@ -19,7 +17,6 @@ from kernels.triton.launch import OPTIONS, num_warps
 
 
 def store_kv(keys: Tensor, values: Tensor, layer_cache: Tensor, slots: Tensor) -> None:
-    """See `kernels.reference.store_kv`. Keys and values of tokens with a negative slot are not stored."""
     num_tokens, num_kv_heads, head_dim = keys.shape
     if num_tokens == 0:
         return

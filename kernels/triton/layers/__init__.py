@@ -1,2 +1,1 @@
-"""Triton kernels for the operations of a decoder layer besides attention and products: norms, rotary embeddings and
-activations."""
+"""Triton kernels for norms, rotary embeddings and activations."""

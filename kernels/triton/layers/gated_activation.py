@@ -1,14 +1,13 @@
-"""Computes the gated activation `activation(gate) * up` from the output of the fused gate and up projections. The
-kernel needs one pass, and rounds once.
+"""`activation(gate) * up` from the fused gate and up projections, in one pass, rounded once.
 
     `x`         [..., 2 * n]: the gate, followed by up.
-    `program`   A program computes 1,024 columns of one row of the result.
+    `program`   1,024 columns of one row of the result.
 
-    `silu`       The function g / (1 + exp(-g)).
-    `gelu`       The function g / 2 * (1 + erf(g / sqrt(2))).
-    `gelu_tanh`  The function g * sigmoid(2 * sqrt(2 / pi) * (g + 0.044715 g³)), as with tanh.
+    `silu`       g / (1 + exp(-g)).
+    `gelu`       g / 2 * (1 + erf(g / sqrt(2))).
+    `gelu_tanh`  g * sigmoid(2 * sqrt(2 / pi) * (g + 0.044715 g³)), as with tanh.
 
-The oracle is `kernels.reference.gated_activation`. The tests cover n = 123, n = 1,025, one row, and gates of ±1,000.
+Oracle: `kernels.reference.gated_activation`.
 """
 
 import torch
@@ -22,7 +21,6 @@ _COLUMNS = 1024
 
 
 def gated_activation(x: Tensor, activation: str) -> Tensor:
-    """See `kernels.reference.gated_activation`."""
     width = x.shape[-1] // 2
     output = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
     rows = x.reshape(-1, 2 * width)

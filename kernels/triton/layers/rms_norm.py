@@ -1,10 +1,9 @@
-"""Computes RMSNorm, alone or after an addition: `x / sqrt(mean(x²) + eps) * (weight + offset)` over the last dimension.
+"""RMSNorm, alone or after an addition: `x / sqrt(mean(x²) + eps) * (weight + offset)` over the last dimension.
 
     `x` [..., width], with contiguous rows and any other strides, so that heads of fused projections are not copied.
-    `tile`    [rows, width padded to a power of two]. A program reads whole rows once, and holds them in registers.
+    `tile`    [rows, width padded to a power of two]. A program reads whole rows once, into registers.
 
-The residual and all computations are in float32. The oracles are `kernels.reference.rms_norm` and `add_rms_norm`. The
-tests cover 123 columns, one row, and heads of 10.
+Residual and computations are float32. Oracles: `kernels.reference.rms_norm` and `add_rms_norm`.
 """
 
 import torch
@@ -15,12 +14,10 @@ from torch import Tensor
 from kernels.triton.launch import OPTIONS, num_warps
 
 _TILE = 2048
-"""Minimum number of elements of a program's tile. Without this minimum, the norm of heads of 64 would launch a separate
-program for each head."""
+"""Elements of a tile, at least. Otherwise, each head of 64 would have a program."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, dtype: torch.dtype | None = None) -> Tensor:
-    """See `kernels.reference.rms_norm`."""
     output = torch.empty(x.shape, dtype=dtype or weight.dtype, device=x.device)
     if x.stride(-1) != 1:
         x = x.contiguous()
@@ -31,15 +28,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, dtype: 
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """See `kernels.reference.add_rms_norm`."""
     output = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
     _normalise(x[None], residual, weight, output, eps, offset)
     return output
 
 
 def _normalise(x: Tensor, residual: Tensor | None, weight: Tensor, output: Tensor, eps: float, offset: float) -> None:
-    """Launch the kernel for RMSNorm. x is [n, m, width]; residual is [n * m, width] or None; output: n * m rows of
-    `width` elements, in any shape."""
+    """x: [n, m, width]; residual: [n * m, width] or None; output: n * m rows of `width` elements, in any shape."""
     num_rows, width = x.shape[0] * x.shape[1], x.shape[2]
     if num_rows == 0:
         return

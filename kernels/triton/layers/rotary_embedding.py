@@ -1,11 +1,10 @@
-"""Applies rotary embeddings in place: each pair (x[i], x[i + half]) of every head is rotated by the pair's angle for
-the token.
+"""Rotates each pair (x[i], x[i + half]) of every head by its angle for the token, in place.
 
     `x`          [num_tokens, num_heads, head_dim], with any stride between tokens.
     `cos, sin`   [num_tokens, half] float32, contiguous. Only the first 2 * half elements of a head are rotated.
     `tile`       [heads, half padded to a power of two] of one token. Both halves are loaded before either is stored.
 
-The oracle is `kernels.reference.rotary_embedding`. The tests cover half = 5, three heads, and one token.
+Oracle: `kernels.reference.rotary_embedding`.
 """
 
 import triton
@@ -15,11 +14,10 @@ from torch import Tensor
 from kernels.triton.launch import OPTIONS, num_warps
 
 _TILE = 2048
-"""Maximum number of pairs of elements that a program rotates, such as 32 heads of 128."""
+"""Pairs of a program, such as 32 heads of 128."""
 
 
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """See `kernels.reference.rotary_embedding`."""
     num_tokens, num_heads, _ = x.shape
     half = cos.shape[1]
     if num_tokens == 0:

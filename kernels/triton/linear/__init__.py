@@ -1,1 +1,1 @@
-"""Triton kernels for products by the weights of linear layers, experts and adapters."""
+"""Triton kernels for products by weights of linear layers, experts and adapters."""

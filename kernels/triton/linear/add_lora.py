@@ -1,17 +1,12 @@
-"""Adds the outputs of LoRA adapters to the output of a linear layer. Each row may use a different adapter. A first
-kernel computes the adapters' inner units, and a second kernel adds the adapters' outputs.
+"""Adds LoRA adapters, one for each row, to a linear layer's output: a kernel for inner units, and one for outputs.
 
     `x`      [rows, inputs], with any stride between rows.
-    `a, b` The adapters' weights, which are [slots, parts, max_rank, inputs] and [slots, max_rank, outputs].
+    `a, b`   [slots, parts, max_rank, inputs] and [slots, max_rank, outputs].
     `inner`  [rows, parts, max_rank] float32, the result of the first kernel.
     `y`      [rows, outputs], which is changed in place.
 
-Both kernels sum the numbers of a row in order, so their results are batch-invariant. A captured CUDA graph may be
-replayed with other adapters in the slots. The weights of an adapter are read separately for each row, often from the
-GPU's cache. Rows of one prompt do not share these reads yet.
-
-The oracle is `kernels.reference.add_lora`. The tests cover ranks 1 and 3, a slot without an adapter, and parts that end
-inside a tile.
+Sums are in order, so batch-invariant. A CUDA graph may be replayed with other adapters in the slots. Weights are read
+for each row, often from the GPU's cache, even for rows of one prompt. Oracle: `kernels.reference.add_lora`.
 """
 
 import torch
@@ -28,7 +23,7 @@ _MAX_PARTS = 3
 
 
 def add_lora(y: Tensor, x: Tensor, slots: Tensor, weights: LoraWeights) -> None:
-    """See `kernels.reference.add_lora`. The linear layer may have up to three fused projections."""
+    """Supports up to three fused projections."""
     _, parts, max_rank, inputs = weights.a.shape
     if parts > _MAX_PARTS:
         raise ValueError(f"there are {parts} fused projections; at most {_MAX_PARTS} are supported")

@@ -1,14 +1,12 @@
-"""Computes the weighted sum of the expert outputs of each token. The outputs are added in the order in which the
-experts were chosen.
+"""Weighted sum of a token's expert outputs, in the order of its experts.
 
     `rows`      [tokens * chosen, size] of any type, the experts' outputs.
     `places`    [tokens, chosen] int64, the number of the row for each of a token's experts.
     `weights`   [tokens, chosen] float32.
     `result`    [tokens, size] float32.
-    `program`   A program computes 1,024 columns of one token's result.
+    `program`   1,024 columns of one token's result.
 
-The oracle is `kernels.linear.experts.combine_rows`. The tests cover 123 and 1,025 columns, one expert, and calls
-without tokens.
+Oracle: `kernels.linear.experts.combine_rows`.
 """
 
 import torch
@@ -22,7 +20,6 @@ _COLUMNS = 1024
 
 
 def combine_rows(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """See `kernels.linear.experts.combine_rows`."""
     size = rows.shape[1]
     result = torch.empty((len(places), size), dtype=torch.float32, device=rows.device)
     if len(places):

@@ -1,14 +1,9 @@
-"""Products by e4m3 weights on a GPU. The kernel `round_rows` quantises x to e4m3. If the GPU supports e4m3,
-`torch._scaled_mm` multiplies.
+"""Products by e4m3 weights on a GPU, by `torch._scaled_mm` where possible.
 
-`torch._scaled_mm` requires that the numbers of inputs and of outputs are multiples of 16, and compute capability 8.9 or
-later. If it gets a scale for each row and each output, `torch._scaled_mm` can return only bfloat16. For all other
-result types, the scales are applied to the product afterwards. use_fast_accum is off, but even without it, an H100
-keeps only about 14 bits of a sum. If weights have scales for several groups of inputs, the kernel `grouped_float8`
-multiplies, as if the weight were a mixture with one expert.
-
-On GPUs without e4m3, and for sizes that are not multiples of 16, e4m3 numbers are multiplied as bfloat16. bfloat16
-represents e4m3 numbers exactly, but occupies twice as much memory. The oracle is `kernels.reference.pack_float8`.
+`_scaled_mm` needs inputs and outputs in multiples of 16, and compute capability 8.9. With scales for rows and outputs,
+the result can only be bfloat16, so for other types scales are applied afterwards. Even without use_fast_accum, an H100
+keeps about 14 bits of a sum. Weights with scales for groups of inputs use `grouped_float8`, as one expert. Other GPUs
+and sizes multiply in bfloat16: exact, but twice the memory. Oracle: `kernels.reference.pack_float8`.
 """
 
 from functools import cache, partial
@@ -25,12 +20,11 @@ from kernels.triton.linear.round_rows import round_rows
 
 @cache
 def multiplies_float8(device: torch.device) -> bool:
-    """Whether this device is a GPU that can multiply e4m3 numbers."""
+    """Whether the device multiplies e4m3."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
 
 
 def pack_float8(weight: Float8Weight, wide: bool = False) -> Product:
-    """See `kernels.reference.pack_float8`."""
     (outputs, inputs), groups = weight.numbers.shape, weight.scales.shape[1]
     if not multiplies_float8(weight.numbers.device) or (groups == 1 and (outputs % 16 or inputs % 16)):
         return product_in_16_bits(weight, pack, wide)

@@ -1,22 +1,15 @@
-"""The operation `grouped_linear` for e4m3 weights: each row is multiplied by the weight of the row's expert. Both rows
-and weights are 8-bit numbers with scales.
+"""`grouped_linear` for e4m3: each row times its expert's weight, with scales for both.
 
-    `numbers`     [rows, inputs] e4m3, contiguous. The scales, `row_scales`, are [rows, groups] float32.
-    `weights` [experts, outputs, inputs] e4m3, contiguous. The scales are [experts, outputs, groups] float32.
+    `numbers`     [rows, inputs] e4m3, contiguous; scales `row_scales` [rows, groups] float32.
+    `weights`     [experts, outputs, inputs] e4m3, contiguous; scales [experts, outputs, groups] float32.
     `ends`        [experts] int64: the number of the row after each expert's last row.
     `result`      [rows, outputs], in the type of x or in float32.
-    `program`     A program computes 16 rows of one expert by 64 outputs, over one group of inputs after the other.
+    `program`     16 rows of one expert by 64 outputs (one expert: up to 128 by 128), group after group.
 
-If there is a single expert, a program computes up to 128 rows by 128 outputs. With several experts, the tile size is
-the same for any number of rows, because larger tiles use other instructions, which may sum a row in another order. A
-product of few rows waits for weights, and 8-bit weights have half as many bytes as 16-bit weights. e4m3 numbers are
-multiplied as float16, which represents them exactly. The GPU's products of e4m3 are not used, because their sums have
-fewer bits than float32. The sums of each group are scaled, and then added to the sums of earlier groups. The tile sizes
-have not been tuned by measurement. The kernel requires compute capability 8.9, for the instruction that converts e4m3
-to float16.
-
-The oracle is `kernels.linear.experts.grouped_float8`. The tests cover experts without rows, one row, 129 rows with one
-expert, groups of 16 and of 48 inputs, 123 inputs in one group, and one output.
+With several experts, the tile is the same for any number of rows: larger tiles use instructions that may sum in another
+order. Few rows wait for weights, which have half the bytes of 16 bits. Numbers are multiplied as float16, which is
+exact: a GPU's e4m3 sums have fewer bits than float32. Tile sizes are not tuned by measurement. Needs compute capability
+8.9 for the conversion. Oracle: `kernels.linear.experts.grouped_float8`.
 """
 
 from typing import NamedTuple
@@ -44,7 +37,6 @@ _TILES = (_Tile(16, 64, 4), _Tile(64, 64, 4), _Tile(128, 128, 8))
 
 
 def grouped_float8(x: Tensor, weight: Float8Weight, ends: Tensor, wide: bool = False) -> Tensor:
-    """See `kernels.linear.experts.grouped_float8`."""
     num_experts, outputs, inputs = weight.numbers.shape
     groups = weight.scales.shape[2]
     result = torch.empty((len(x), outputs), dtype=torch.float32 if wide else x.dtype, device=x.device)

@@ -1,20 +1,14 @@
-"""Computes `x @ weight.T` for all experts of a mixture in one launch. Each expert has its own weight, and the rows of x
-are grouped by expert.
+"""`x @ weight.T` for all experts of a mixture in one launch.
 
     `x`         [rows, inputs], contiguous, grouped by expert.
     `weights`   [experts, outputs, inputs], contiguous.
     `ends`      [experts] int64: the number of the row after each expert's last row. Only the device reads `ends`.
     `result`    [rows, outputs], in the type of x or in float32.
-    `program`   A program computes up to 16 rows of one expert by 64 outputs, with 64 inputs at a time.
+    `program`   Up to 16 rows of one expert by 64 outputs, with 64 inputs at a time.
 
-The number of programs depends only on the tensors' shapes. A captured CUDA graph may therefore be replayed for other
-choices of experts, and the host does not wait for the device. Programs that have no rows return immediately; there are
-fewer such programs than experts. The tile size is the same for any number of rows, because larger tiles use other
-instructions, which may sum a row in another order. The tile sizes have not been tuned by measurement.
-
-The oracle is `kernels.linear.experts.grouped_linear`. The tests cover experts without rows, one row, all rows with one
-expert, and 17 rows with one expert. The tests also cover 123 inputs, one output, and a number of experts that is not a
-power of two.
+The grid depends on shapes only, so a CUDA graph serves any choice of experts, and the host does not wait. Fewer
+programs than experts have no rows. The tile is the same for any number of rows: larger tiles use instructions that may
+sum in another order. Tile sizes are not tuned by measurement. Oracle: `kernels.linear.experts.grouped_linear`.
 """
 
 from functools import partial
@@ -33,7 +27,6 @@ _INPUTS = 64
 
 
 def grouped_linear(x: Tensor, weights: Tensor, ends: Tensor, wide: bool = False) -> Tensor:
-    """See `kernels.linear.experts.grouped_linear`."""
     num_experts, outputs, inputs = weights.shape
     result = torch.empty((len(x), outputs), dtype=torch.float32 if wide else x.dtype, device=x.device)
     if blocks := most_blocks(len(x), num_experts, _ROWS):
@@ -46,14 +39,12 @@ def grouped_linear(x: Tensor, weights: Tensor, ends: Tensor, wide: bool = False)
 
 
 def most_blocks(num_rows: int, num_experts: int, size: int) -> int:
-    """Maximum number of blocks of up to `size` rows into which the experts' rows are split. Each expert has full blocks
-    and at most one partial block."""
+    """Maximum of blocks of up to `size` rows: an expert has full blocks, and at most one partial."""
     return (num_rows + min(num_experts, num_rows) * (size - 1)) // size
 
 
 def pack_batch_invariant(weight: Tensor, wide: bool = False) -> Product:
-    """See `kernels.linear.experts.pack_batch_invariant`. The product is computed as if the weight were a mixture with
-    one expert."""
+    """A product as of a mixture with one expert."""
     return partial(_linear, weight[None], wide)
 
 
@@ -65,11 +56,8 @@ def _linear(weights: Tensor, wide: bool, x: Tensor, bias: Tensor | None) -> Tens
 
 @triton.jit
 def place_of_block(block, ends, num_experts, experts: tl.constexpr, rows: tl.constexpr):
-    """For a block of rows, return the block's expert, the block's first row, and the row after the expert's last row.
-
-    The blocks are numbered through, for one expert after the other. If there is no block with this number, the returned
-    expert is `num_experts` or more.
-    """
+    """A block's expert, first row, and the row after the expert's last. Blocks are numbered expert after expert.
+    Numbers after the last block give `num_experts` or more."""
     expert = tl.arange(0, experts)
     begin = tl.load(ends + expert - 1, mask=(expert > 0) & (expert < num_experts), other=0).to(tl.int32)
     end = tl.load(ends + expert, mask=expert < num_experts, other=0).to(tl.int32)

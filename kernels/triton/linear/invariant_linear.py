@@ -1,23 +1,15 @@
-"""Computes a batch-invariant `x @ weight.T + bias`: each row is summed over the inputs in the same order, for any
-number of rows.
+"""Batch-invariant `x @ weight.T + bias`: rows are summed over the inputs in the same order for any number of rows.
 
     `x`        [rows, inputs], contiguous.
     `result`   [rows, outputs], in the type of x or in float32.
     `weight`   [outputs, inputs], contiguous.
-    `program`  A program computes a tile of some rows by some outputs, with 64 inputs at a time.
+    `program`  Some rows by some outputs, with 64 inputs at a time, summed in float32 in order.
 
-Libraries such as cuBLAS choose different kernels for different numbers of rows. The libraries' kernels have different
-tiles, or split the inputs into parts and add the parts' sums. In the kernel of this file, one program sums the products
-of all inputs in float32, in order, 64 inputs at a time. The tile size depends on the number of rows: few rows need many
-programs that read weights, and many rows need large tiles. Results have equal bits only if all tiles use the same kind
-of tensor core instruction, which multiplies 16 inputs at a time. The tensor core instruction is `mma` for compute
-capability 8, and `wgmma` for 9.0. `wgmma` requires 64 rows, so all tiles of 16-bit types have at least 64 rows.
-`tests/kernels/compile_for_gpus.py` checks which instructions every tile size uses. The kernel assumes that an
-instruction sums a row in the same order, whatever the other rows and outputs are. The tile sizes have not been tuned by
-measurement.
-
-The oracles are torch's product, and the kernel's own results with other rows. The tests cover 123 inputs, one output,
-no row, and 65 rows.
+Libraries such as cuBLAS change tiles or split inputs with the number of rows. Here only the tile's size changes: few
+rows need many programs that read weights, many rows need large tiles. Bits are equal if all tiles use one kind of
+tensor core instruction: `mma` at compute capability 8, `wgmma` at 9.0, which needs 64 rows (`compile_for_gpus.py` of
+the tests checks this). The kernel assumes that an instruction sums a row in the same order whatever the other rows and
+outputs. Tile sizes are not tuned by measurement. Oracles: torch's product, and other rows.
 """
 
 from functools import partial
@@ -36,7 +28,7 @@ _DEPTH = 64
 
 
 class _Tile(NamedTuple):
-    """The size of a program's tile, and the options with which the kernel is compiled for it."""
+    """A tile's size, and compile options."""
 
     rows: int
     outputs: int
@@ -45,36 +37,31 @@ class _Tile(NamedTuple):
 
 
 _FEW_ROWS = _Tile(64, 32, 4, 6)
-"""The tile for up to 64 rows. The tile has few outputs, so that there are many programs, such as 128 programs for a
-weight with 4,096 outputs. Each pipeline stage occupies 12 KiB of shared memory."""
+"""Up to 64 rows. Few outputs make many programs: 128 for 4,096 outputs. A pipeline stage takes 12 KiB of shared
+memory."""
 _SOME_ROWS = _Tile(128, 128, 8, 3)
-"""The tile for up to 512 rows, such as the decodes of a large batch. On GPUs with little shared memory, this tile is
-also used for more rows."""
+"""Up to 512 rows; on GPUs with little shared memory, also more."""
 _MANY_ROWS = _Tile(128, 256, 8, 3)
 _FLOAT32 = _Tile(32, 64, 4, 2)
-"""The tile for float32, for any number of rows. The tile is small, because no tensor core multiplies float32 exactly,
-and there are too few registers for a larger tile."""
+"""Small, because no tensor core multiplies float32 exactly, and registers are few."""
 
 
 def pack(weight: Tensor, wide: bool = False) -> Product:
-    """Return a batch-invariant product by a weight, [outputs, inputs]. The weight is not copied. See
-    `kernels.ops.Ops`."""
+    """weight: [outputs, inputs], not copied. See `kernels.ops.Ops`."""
     return partial(invariant_linear, weight, wide)
 
 
 def invariant_linear(weight: Tensor, wide: bool, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply x by the weight, and add the bias. x is [rows, inputs]. Returns [rows, outputs], in float32 if `wide` is
-    true."""
+    """x: [rows, inputs]. Returns [rows, outputs], in float32 if `wide`."""
     outputs, inputs = weight.shape
     result = torch.empty((len(x), outputs), dtype=torch.float32 if wide else x.dtype, device=x.device)
     tile = _tile(len(x), x.dtype, x.device)
     if len(x):
-        # Programs for the same outputs have neighbouring numbers, so that they read the weights of these outputs from
-        # the GPU's cache.
+        # Programs of the same outputs are neighbours, so that their weights stay in the GPU's cache.
         _invariant_linear_kernel[(triton.cdiv(len(x), tile.rows), triton.cdiv(outputs, tile.outputs))](
             x,
             weight,
-            weight if bias is None else bias,  # not read if there is no bias
+            weight if bias is None else bias,  # unread without bias
             result,
             len(x),
             outputs,

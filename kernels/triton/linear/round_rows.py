@@ -1,13 +1,12 @@
-"""Quantises rows to e4m3, with a scale for each row: `scale = max |x| / 448`, `numbers = x / scale`.
+"""Quantises rows to e4m3: `scale = max |x| / 448`, `numbers = x / scale`.
 
     `x`         [rows, n], contiguous.
     `numbers`   [rows, n] e4m3.
     `scales`    [rows, 1] float32.
-    `program`   A program quantises one row.
+    `program`   One row.
 
-To quantise rows, eager torch would launch seven kernels before each of the four products of a decoder layer. This
-kernel requires compute capability 8.9. The oracle is `kernels.float8.round_rows`. The tests cover 123 columns, a row of
-zeros, and no row.
+Eager torch would launch seven kernels before each of a layer's four products. Needs compute capability 8.9. Oracle:
+`kernels.float8.round_rows`.
 """
 
 import torch
@@ -20,7 +19,7 @@ from kernels.triton.launch import OPTIONS, num_warps
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """See `kernels.float8.round_rows`. x is [rows, n]."""
+    """x: [rows, n]."""
     rows, width = x.shape
     numbers = torch.empty(x.shape, dtype=FLOAT8, device=x.device)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
@@ -54,8 +53,7 @@ def _round_rows_kernel(
     column = tl.arange(0, columns)
     inside = column < width
     wide = tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32)
-    # Divisions are rounded as in torch. If a scale differed from torch's in the last bit, numbers halfway between two
-    # e4m3 numbers would be rounded differently.
+    # Rounded as in torch: a scale off by its last bit would change numbers halfway between two e4m3 numbers.
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(wide), axis=0), largest), least_scale)
     found = tl.clamp(tl.div_rn(wide, scale), -largest, largest, propagate_nan=tl.PropagateNan.ALL)
     tl.store(numbers + row * width + column, found.to(numbers.dtype.element_ty), mask=inside)

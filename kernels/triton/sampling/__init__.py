@@ -1,9 +1,5 @@
-"""The GPU's backend for the operations of the sampler: implements `kernels.sampling.ops.SamplingOps` with Triton
-kernels.
-
-No operation makes the host wait for the device. Edits of logits are applied by eager torch, because they are sparse
-(`kernels.sampling.logit_edits`).
-"""
+"""The GPU's backend of the sampler. No operation makes the host wait. Sparse edits of logits are eager torch
+(`kernels.sampling.logit_edits`)."""
 
 from kernels.sampling.eager import keep
 from kernels.triton.sampling.draw import draw

@@ -1,13 +1,11 @@
-"""Draws one token at random for each entry of `draws`. One pass over the logits applies temperature, filters and Gumbel
-noise, without storing intermediate results.
+"""Draws a token for each entry of `draws`: temperature, filters and Gumbel noise in one pass over the logits.
 
     `logits`    [rows, vocabulary_size], of any float type, with any stride between rows.
-    `program`   A program computes 4,096 columns of the row of one draw.
-    `partial`   The input of `pick`: each program's largest `(logit - largest) / temperature + gumbel`, and its column.
+    `program`   4,096 columns of the row of one draw.
+    `partial`   Input of `pick`: each program's largest `(logit - largest) / temperature + gumbel`, and its column.
 
-If a filter is used, `filter_thresholds` computes the rows' thresholds in passes before this one. The oracle is
-`kernels.sampling.eager.draw`. The kernel and the oracle use the same random bits, but their logarithms may differ in
-the last bit. The tests cover one draw, vocabularies of 1, 123 and 4,097 tokens, and a temperature of 1e-38.
+`filter_thresholds` computes thresholds first. Oracle: `kernels.sampling.eager.draw`, with the same random bits, but
+logarithms may differ in the last bit.
 """
 
 import torch
@@ -25,7 +23,6 @@ _COLUMNS = 4096
 
 
 def draw(logits: Tensor, largest: Tensor, draws: Draws) -> Tensor:
-    """See `kernels.sampling.eager.draw`."""
     num_draws, vocabulary_size = len(draws.rows), logits.shape[1]
     columns = min(_COLUMNS, triton.next_power_of_2(vocabulary_size))
     parts = triton.cdiv(vocabulary_size, columns)

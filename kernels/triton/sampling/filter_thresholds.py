@@ -1,21 +1,18 @@
-"""Finds the smallest scaled logit of each row that passes min_p, top_k and top_p. The kernel does not sort logits, and
-the host does not wait for it.
+"""Finds the smallest scaled logit of each row that passes min_p, top_k and top_p, without sorting or a wait of the
+host.
 
     `logits`       [rows, vocabulary_size], of any float type, with any stride between rows.
-    `distance` (largest - logit) / temperature. Distances are not negative, so they sort like their bits.
-    `weight(K)`    A sum over the logits that pass earlier filters and whose distance has bits below K. For top_k, each
-                   logit counts 1. For top_p, a logit counts exp(-distance).
-    `threshold`    The largest K with weight(K) < k for top_k, or with weight(K) < p times the weight of all logits for
-                   top_p. Logits whose distance has bits up to K pass.
+    `distance`     (largest - logit) / temperature; not negative, so distances sort like their bits.
+    `weight(K)`    Sum over logits that passed earlier filters, with distance bits below K: 1 for top_k,
+                   exp(-distance) for top_p.
+    `threshold`    Largest K with weight(K) < k, or weight(K) < p times the weight of all logits. Distance bits up to K
+                   pass.
 
-For each filter, K is found between 0 and infinity in at most 16 passes over the logits, because each pass reduces the
-interval to a quarter. A row without top_k and top_p needs no pass. One program computes one row. Each pass reads the
-row's logits in the type in which they are stored. After the first pass, the row's logits are in the GPU's cache.
+A pass reduces K's interval to a quarter, so a filter takes at most 16 passes, and none without top_k and top_p. One
+program computes one row, which is in the GPU's cache after the first pass.
 
-The oracle is `kernels.sampling.filters.filter_thresholds`. The kernel and the oracle add probabilities in different
-orders, with different roundings. If the probabilities of the likelier tokens sum to almost exactly top_p, the kernel
-may keep a token that the oracle drops, or drop a token that the oracle keeps. The tests cover vocabularies of 1, 123
-and 4,097 tokens, equal logits, and rows with fewer finite logits than top_k.
+Oracle: `kernels.sampling.filters.filter_thresholds`. It sums in another order, so if likelier tokens sum to almost
+exactly top_p, the results may differ by a token.
 """
 
 import torch
@@ -30,8 +27,7 @@ _COLUMNS = 4096
 
 
 def filter_thresholds(logits: Tensor, largest: Tensor, draws: Draws) -> Tensor:
-    """Compute the threshold of `(logit - largest) / temperature` for each draw, [draws] float32. largest is [rows], the
-    largest logit of each row."""
+    """Threshold of `(logit - largest) / temperature` for each draw, [draws] float32. largest: [rows]."""
     thresholds = torch.empty(len(draws.rows), device=logits.device)
     columns = min(_COLUMNS, triton.next_power_of_2(logits.shape[1]))
     if len(thresholds):
@@ -75,7 +71,7 @@ def _filter_thresholds_kernel(
     start = logits + row * row_stride
 
     least = tl.load(min_p + number)
-    # The absolute value is needed because -log(1) is -0, whose bits as an integer are not small.
+    # -log(1) is -0, whose bits as an integer are not small.
     floor = tl.where(least > 0, tl.abs(tl.log(tl.where(least > 0, least, 1.0))), float("inf"))
     limit = floor.to(tl.int32, bitcast=True)
     rank = tl.load(top_k + number)
@@ -93,10 +89,9 @@ def _filter_thresholds_kernel(
 
 @triton.jit
 def _search(start, top, temperature, limit, wanted, vocabulary_size, by_mass: tl.constexpr, columns: tl.constexpr):
-    """Find the largest K with weight(K) < wanted. Only logits whose distance has bits of at most `limit` are counted in
-    weight(K)."""
+    """The largest K with weight(K) < wanted, counting distance bits up to `limit`."""
     low = tl.full([], 0, tl.int32)
-    high = tl.full([], 0x7F800001, tl.int32)  # larger than the bits of every distance
+    high = tl.full([], 0x7F800001, tl.int32)  # above the bits of every distance
     while high - low > 1:  # always weight(low) < wanted; and weight(high) >= wanted if any K has that
         step = (high - low + 3) // 4
         cuts = low + step, low + 2 * step, low + 3 * step
@@ -126,7 +121,7 @@ def _weights(
     by_mass: tl.constexpr,
     columns: tl.constexpr,
 ):
-    """Compute weight(K) for three values of K in one pass over the logits."""
+    """weight(K) for three values of K in one pass."""
     first_sums = tl.zeros([columns], tl.float32)
     second_sums = tl.zeros([columns], tl.float32)
     third_sums = tl.zeros([columns], tl.float32)

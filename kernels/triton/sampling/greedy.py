@@ -1,12 +1,10 @@
-"""Finds the token with the largest logit of each row, in one pass over the logits. Among tokens with equal logits, the
-token with the lowest id is found. NaN counts as +inf.
+"""Finds the largest logit of each row in one pass; among equals the lowest token id.
 
     `logits`    [rows, vocabulary_size], with any stride between rows.
-    `program`   A program reads 8,192 columns of one row, so that a single row occupies several multiprocessors.
-    `partial`   The input of `pick`: each program's largest logit and its column, [rows, parts] float32 and int32.
+    `program`   8,192 columns of one row, so that a single row occupies several multiprocessors.
+    `partial`   Input of `pick`: each program's largest logit and its column, [rows, parts] float32 and int32.
 
-The oracle is `kernels.sampling.eager.greedy`. If a row contains NaN or +inf, or only -inf, the returned logit is not
-finite. The tests cover one row, vocabularies of 1, 8,193 and 123 tokens, and rows whose logits are all equal.
+NaN counts as +inf. Oracle: `kernels.sampling.eager.greedy`.
 """
 
 import torch
@@ -21,7 +19,6 @@ _COLUMNS = 8192
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """See `kernels.sampling.eager.greedy`."""
     rows, vocabulary_size = logits.shape
     columns = min(_COLUMNS, triton.next_power_of_2(vocabulary_size))
     parts = triton.cdiv(vocabulary_size, columns)
@@ -48,7 +45,7 @@ def _greedy_kernel(logits, values, ids, vocabulary_size, row_stride, columns: tl
     column = part * columns + tl.arange(0, columns)
     logit = tl.load(logits + row * row_stride + column, mask=column < vocabulary_size, other=float("-inf"))
     logit = logit.to(tl.float32)
-    logit = tl.where(logit != logit, float("inf"), logit)  # true only for NaN
+    logit = tl.where(logit != logit, float("inf"), logit)  # NaN only
     largest = tl.max(logit, axis=0)
     tl.store(values + row * tl.num_programs(1) + part, largest)
     tl.store(ids + row * tl.num_programs(1) + part, tl.min(tl.where(logit == largest, column, 0x7FFFFFFF), axis=0))

@@ -1,17 +1,12 @@
-"""Computes the log-probabilities of a given token and of the likeliest tokens of each row: `(logit - max) -
-log(sum(exp(logit - max)))`.
+"""Log-probabilities of a given token and the likeliest tokens: `(logit - max) - log(sum(exp(logit - max)))`.
 
     `logits`    [rows, vocabulary_size], of any float type, with any stride between rows.
-    `program`   A program reads 4,096 columns of one row.
+    `program`   4,096 columns of one row.
     `partial`   [rows, parts, 3]: maximum, sum of `exp(logit - maximum)`, and number of logits above the given token's.
 
-A second kernel merges the results for the parts of a row (Milakov and Gimelshein, 2018). No intermediate result has the
-size of the vocabulary, whereas eager torch would write two float32 matrices of this width. The likeliest tokens are
-found by torch's topk on the logits.
-
-The oracle is `kernels.sampling.log_probabilities`. This kernel ranks tokens by their logits, and the oracle by their
-log-probabilities. After rounding, different logits may have equal log-probabilities, so the ranks may differ. The tests
-cover vocabularies of 1, 123 and 4,097 tokens, one row, and logits of ±1e4 and -inf.
+A second kernel merges parts (Milakov and Gimelshein, 2018). Eager torch would write two float32 matrices of the
+vocabulary's width. torch's topk finds the likeliest tokens. Oracle: `kernels.sampling.log_probabilities`, whose ranks
+may differ, because it ranks rounded log-probabilities in place of logits.
 """
 
 import torch
@@ -26,7 +21,6 @@ _COLUMNS = 4096
 
 
 def log_probabilities(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See `kernels.sampling.log_probabilities.log_probabilities`."""
     rows, vocabulary_size = logits.shape
     largest, log_sums = torch.empty((2, rows, 1), device=logits.device)
     ranks = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -61,11 +55,11 @@ def _part_kernel(logits, token_ids, partial, vocabulary_size, row_stride, column
     logit = tl.load(start + column, mask=column < vocabulary_size, other=float("-inf")).to(tl.float32)
     chosen = tl.load(start + tl.load(token_ids + row)).to(tl.float32)
     largest = tl.max(logit, axis=0)
-    base = tl.where(largest == float("-inf"), 0.0, largest)  # if all logits are -inf, the sum is 0
+    base = tl.where(largest == float("-inf"), 0.0, largest)  # all -inf: the sum is 0
     place = partial + (row * tl.num_programs(1) + tl.program_id(1)) * 3
     tl.store(place, largest)
     tl.store(place + 1, tl.sum(tl.exp(logit - base), axis=0))
-    tl.store(place + 2, tl.sum((logit > chosen).to(tl.float32), axis=0))  # at most 4,096, so float32 is exact
+    tl.store(place + 2, tl.sum((logit > chosen).to(tl.float32), axis=0))  # at most 4,096, exact in float32
 
 
 @triton.jit

@@ -1,11 +1,5 @@
-"""Picks the candidate with the largest value in each row, as the last pass of `greedy` and `draw`. Among candidates
-with equal values, the first is picked.
-
-    `values, ids`   The candidates: [rows, parts] float32 and [rows, parts] int32, sorted by id.
-    `program`       A program reads the candidates of one row.
-
-`pick` returns the ids, [rows] int64, and the values, [rows] float32. The candidates' values must not be NaN.
-"""
+"""Picks each row's largest candidate, the first among equals, as the last pass of `greedy` and `draw`. `values, ids`
+[rows, parts] float32, no NaN, and [rows, parts] int32, sorted by id. `program` One row."""
 
 import torch
 import triton
@@ -16,7 +10,7 @@ from kernels.triton.launch import OPTIONS, num_warps
 
 
 def pick(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the id of the candidate with the largest value in each row, and this value."""
+    """Returns ids [rows] int64 and values [rows] float32."""
     rows, parts = values.shape
     token_ids = torch.empty(rows, dtype=torch.int64, device=values.device)
     largest = torch.empty(rows, device=values.device)

@@ -1,2 +1,1 @@
-"""Decides which blocks store the keys and values of each sequence. `planning` decides when a sequence receives
-blocks."""
+"""Blocks: where the keys and values of each sequence are stored."""

@@ -1,16 +1,10 @@
-"""Block tables: the blocks that store the keys and values of each sequence, in the order of positions.
+"""Block tables: the blocks of each sequence on the device or the host, in the order of positions.
 
-A table covers at least the computed tokens of its sequence. A block can be in several tables while no sequence writes
-to the block. A sequence receives a copy of a shared block before it writes to the block (copy on write).
+A table covers at least the computed tokens. A sequence receives a copy of a shared block before it writes to the block
+(copy on write). The encoder's input of a group has a separate table, for cross attention: see groups/encoder_input.py.
 
-A swapped sequence has a table of host blocks. Blocks keep their keys when they are swapped in either direction. If the
-target pool has a block with the same key, the table shares that block, and nothing is copied. Blocks that are copied in
-a swap can be found as soon as the swap is planned. Finding a block whose copy is only planned is safe, because every
-step copies blocks before attention reads them, and steps are done in order.
-
-With a sliding window, a table's leading entries become NO_BLOCK when no later token attends to them.
-
-The encoder's input of a group has a separate table, for cross attention: see groups/encoder_input.py.
+Blocks that a swap copies can be found as soon as the swap is planned. Every step copies blocks before attention reads
+them, and steps are done in order.
 """
 
 import enum
@@ -20,16 +14,14 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
-from scheduler_service.core.blocks.allocator import BlockAllocator, Content
-from scheduler_service.core.blocks.pool import NO_BLOCK, Pool, move, own_contents
+from scheduler_service.core.blocks.allocator import BlockAllocator, Content, PrefixDirectory
 from scheduler_service.core.blocks.prefix_cache import PrefixCache
-from scheduler_service.core.blocks.prefix_directory import PrefixDirectory
-from scheduler_service.core.blocks.sizes import TableSizes
+from scheduler_service.core.blocks.tables import NO_BLOCK, Pool, TableSizes, move, own_contents
 from scheduler_service.core.groups.sequence import EncoderSequence, Sequence, SequenceGroup
 
 
 class AllocStatus(enum.Enum):
-    """Whether a waiting group's blocks can be allocated: now, after other groups finish, or never in this pool."""
+    """Whether a waiting group's blocks can be allocated: now, later, or never in this pool."""
 
     OK = enum.auto()
     LATER = enum.auto()
@@ -37,8 +29,6 @@ class AllocStatus(enum.Enum):
 
 
 class BlockManager:
-    """Owns the device and host blocks of one worker, and the block tables of all sequences."""
-
     def __init__(
         self,
         block_size: int,
@@ -72,23 +62,20 @@ class BlockManager:
         self.host_tables = self._on_host.tables
 
     def num_table_entries(self, sequence: Sequence, num_tokens: int) -> int:
-        """Number of entries that a sequence's device table must have, for room for `num_tokens` tokens after the
-        computed tokens."""
         num_ahead = self.sizes.blocks_ahead(sequence.num_computed_tokens + num_tokens)
         return max(num_ahead, len(self.tables[sequence.id]))
 
     def can_allocate(
         self, group: SequenceGroup, *, leave_watermark: bool, without: Iterable[SequenceGroup] = ()
     ) -> AllocStatus:
-        """Whether the device has blocks for a waiting group, after the running groups in `without` have freed their
-        blocks. `leave_watermark` keeps a reserve of blocks free, so that running groups can grow.
-        """
+        """Whether the device has blocks for a waiting group after the groups in `without` have left. The watermark
+        keeps a reserve free, so that running groups can grow."""
         if self.sizes.never_fits(group):
             return AllocStatus.NEVER
         leaving = Counter(itertools.chain(*map(self._on_device.held_by_each, without)))
         del leaving[NO_BLOCK]
         num_free = self.device.num_free + sum(self.device.ref_count(b) == n for b, n in leaving.items())
-        # A cached block that another sequence still holds needs no free block.
+        # A cached block with a holder needs no free block.
         needed = self.sizes.blocks_of_group(group)
         needed -= self.device.num_held(self.cache.cached_blocks(group.live[0]), leaving)
         if group.encoder is not None:
@@ -97,11 +84,8 @@ class BlockManager:
         return AllocStatus.OK if needed + reserve <= num_free else AllocStatus.LATER
 
     def allocate(self, leader: Sequence) -> None:
-        """Allocate the first blocks of a sequence without a table. Cached blocks are used first, and their tokens count
-        as computed.
-
-        The input of the group's encoder receives all of its blocks at once.
-        """
+        """Allocate the first blocks of a sequence and of its encoder's input. Tokens in cached blocks count as
+        computed."""
         assert leader.id not in self.tables
         table, encoder = self.cache.cached_blocks(leader), leader.group.encoder
         cross_table = [] if encoder is None else self.cache.cached_encoder_blocks(encoder)
@@ -123,20 +107,18 @@ class BlockManager:
         self.tables[encoder.id] = cached or [self.device.allocate() for _ in range(num_blocks)]
 
     def shares_any(self, group: SequenceGroup, blocks: Container[int]) -> bool:
-        """Whether a running group shares any of `blocks` with another group."""
         held = self._on_device.held_by(group)
         return any(block in blocks and self.device.ref_count(block) > count for block, count in held.items())
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
-        """Let a sequence without a table continue from the parent's first `num_tokens` tokens, and share the parent's
-        blocks."""
+        """Let a sequence without a table share the blocks of the parent's first `num_tokens` tokens."""
         assert child.id not in self.tables
         blocks = self.tables[parent.id][: self.sizes.blocks_of(num_tokens)]
         for block in blocks:
             if block != NO_BLOCK:
                 self.device.share(block)
         self.tables[child.id] = blocks
-        if not child.block_keys:  # shared blocks have the same keys
+        if not child.block_keys:
             child.block_keys = parent.block_keys[: num_tokens // self.block_size]
         child.forked_from = parent
         child.num_computed_tokens = child.num_stored_tokens = num_tokens
@@ -148,23 +130,20 @@ class BlockManager:
         if self.sizes.sliding_window and (table := self.tables.get(sequence.id)):
             num_certain = sequence.num_computed_tokens - sequence.num_draft_tokens  # drafts may be rejected
             if sequence.sampling.form:
-                num_certain = sequence.num_stored_tokens  # if the sequence is late, its last token is computed again
+                num_certain = sequence.num_stored_tokens  # a late sequence computes its last token again
             end = max(0, num_certain - self.sizes.sliding_window + 1) // self.block_size
             for index in range(end - 1, -1, -1):
                 if table[index] == NO_BLOCK:
-                    break  # the earlier blocks are freed already
+                    break  # earlier blocks are free already
                 self.device.free(table[index])
                 table[index] = NO_BLOCK
 
     def can_append_slots(self, chunks: Iterable[tuple[Sequence, int]]) -> bool:
-        """Whether enough blocks are free for these chunks, which are pairs of sequence and number of tokens."""
         return self._num_new_blocks(chunks, self.tables, self.device.ref_count) <= self.device.num_free
 
     def append_slots(self, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]]:
-        """Allocate room for `num_tokens` tokens after the computed tokens, in blocks that no other sequence holds.
-
-        Returns the blocks to copy, as pairs of source and destination.
-        """
+        """Give a sequence room for `num_tokens` tokens in blocks of its own. Returns pairs of source and target to
+        copy."""
         table = self.tables[sequence.id]
         first = sequence.num_computed_tokens // self.block_size
         end = self.sizes.blocks_ahead(sequence.num_computed_tokens + num_tokens)
@@ -177,17 +156,13 @@ class BlockManager:
                 copies.append((block, table[index]))
                 sequence.num_known_blocks = min(sequence.num_known_blocks, index)
             else:
-                # A forked sequence may write its own tokens to a block that was published with its parent's tokens.
+                # The block may have been published with the parent's tokens.
                 self.device.withdraw(block)
         self._extend_table(sequence, end)
         return copies
 
     def extend_slots(self, sequence: Sequence, num_tokens: int) -> bool:
-        """After a call of `append_slots`, extend the room of a sequence to `num_tokens` tokens after the computed
-        tokens.
-
-        Returns whether enough blocks were free. Blocks that the sequence already has are not copied.
-        """
+        """After `append_slots`, extend the room to `num_tokens` tokens. Returns whether enough blocks were free."""
         end = self.num_table_entries(sequence, num_tokens)
         if end - len(self.tables[sequence.id]) > self.device.num_free:
             return False
@@ -205,9 +180,9 @@ class BlockManager:
         tables: Mapping[int, SequenceOf[Content]],
         num_holders: Callable[[Any], int],
     ) -> int:
-        """Number of free blocks that these chunks need: new blocks, and copies of shared blocks."""
+        """Free blocks that these chunks need: new blocks, and copies of shared blocks."""
         num_new = 0
-        writers: Counter[Content] = Counter()  # number of sequences that write to each shared block
+        writers: Counter[Content] = Counter()  # number of writers of each shared block
         for sequence, num_tokens in chunks:
             table = tables[sequence.id]
             end = self.sizes.blocks_ahead(sequence.num_computed_tokens + num_tokens)
@@ -215,29 +190,25 @@ class BlockManager:
             for block in table[sequence.num_computed_tokens // self.block_size : end]:
                 if num_holders(block) > 1:
                     writers[block] += 1
-        # The last holder that writes to a shared block needs no copy, because it is the only holder by then.
+        # The last writer is the only holder by then, and needs no copy.
         return num_new + sum(min(count, num_holders(block) - 1) for block, count in writers.items())
 
     # ---- swapping
 
     def can_swap_out(self, group: SequenceGroup) -> bool:
-        """Whether host memory has room for a running group's blocks. Blocks that host memory has already need no
-        room."""
+        """Whether host memory has room for a running group's blocks that it does not have already."""
         own = own_contents(self._on_device.contents(group))
         return self.host.num_taken(own) <= self.host.num_free
 
     def swap_out(self, group: SequenceGroup) -> list[tuple[int, int]]:
-        """Move a group's tables to host blocks. Returns the pairs of device and host block to copy."""
+        """Move a group's tables to host blocks. Returns pairs of device and host block to copy."""
         for sequence in group.live:
             self.cache.unexpect(sequence, sequence.num_expected_blocks)
         return move(group, self._on_device, self._on_host, self._num_filled)
 
     def can_swap_in(self, group: SequenceGroup, step_tokens: int, *, leave_watermark: bool) -> AllocStatus:
-        """Whether a swapped group fits the device, with room for the tokens that its sequences can compute in a step.
-
-        `step_tokens` is the maximum number of tokens of a step. Room for a whole prompt is not required, because with a
-        sliding window a prompt can be larger than the pool.
-        """
+        """Whether a swapped group fits the device, with room for the tokens of its next step, at most `step_tokens`.
+        With a sliding window, a whole prompt can be larger than the pool."""
         tables = self._on_host.contents(group)
         own = own_contents(tables)
         next_tokens = [(s, min(s.num_uncomputed_tokens, step_tokens)) for s in group.live if s.id in tables]
@@ -249,17 +220,13 @@ class BlockManager:
         return AllocStatus.OK if needed + reserve <= self.device.num_free else AllocStatus.LATER
 
     def swap_in(self, group: SequenceGroup) -> list[tuple[int, int]]:
-        """Move a group's tables back to device blocks. Returns the pairs of host and device block to copy."""
+        """Move a group's tables to device blocks. Returns pairs of host and device block to copy."""
         for sequence in group.with_tables:
             sequence.num_known_blocks = 0
         return move(group, self._on_host, self._on_device, self._num_filled)
 
     def num_swap_copies(self, group: SequenceGroup) -> int:
-        """Number of blocks to copy if a running group is swapped out and resumes.
-
-        Blocks that other groups hold on the device need no copy back. Blocks that only this group holds must be copied
-        back, because other groups will overwrite them after the swap.
-        """
+        """Blocks to copy for swapping a group out and in. Blocks that others hold on the device need no copy back."""
         contents = self._on_device.contents(group)
         filled = {c for s in group.with_tables for c in contents.get(s.id, ())[: self._num_filled(s)]}
         filled.discard(NO_BLOCK)
@@ -268,31 +235,27 @@ class BlockManager:
         return num_out + sum(not self._is_held_by_others(content, held) for content in filled)
 
     def num_tokens_to_recompute(self, group: SequenceGroup) -> int:
-        """Number of computed tokens that a running group would compute again. Tokens in blocks that another group holds
-        are found in the cache."""
+        """Computed tokens that a group would compute again: all except those in blocks of other groups."""
         leader, *followers = group.live
         held = self._on_device.held_by(group)
         kept = itertools.takewhile(lambda key: self._is_held_by_others(key, held), self.cache.keys.cacheable(leader))
         num_tokens = max(0, leader.num_computed_tokens - sum(self.block_size for _ in kept))
         if (encoder := group.encoder) is not None:
-            # Without a prefix cache, the encoder's input has no keys, and its blocks are not found.
+            # Without a prefix cache, the encoder's input has no keys.
             is_kept = bool(keys := encoder.block_keys) and all(self._is_held_by_others(key, held) for key in keys)
             num_tokens += 0 if is_kept else encoder.num_computed_tokens
         return num_tokens + sum(max(0, f.num_computed_tokens - f.num_prompt_tokens) for f in followers)
 
     def _is_held_by_others(self, content: Content, held: Counter[int]) -> bool:
-        """Whether a device block with this content has more holders than `held` counts."""
         block = self.device.find(content)
         return block is not None and self.device.ref_count(block) > held[block]
 
     def _num_filled(self, sequence: Sequence) -> int:
-        """Number of leading blocks of a sequence's table that contain computed tokens."""
         return self.sizes.blocks_of(sequence.num_computed_tokens)
 
     # ---- freeing
 
     def free(self, sequence: Sequence) -> None:
-        """Free a sequence's blocks on the device or the host. Does nothing if the sequence has no blocks."""
         self.cache.unexpect(sequence, sequence.num_expected_blocks)
         for pool in (self._on_device, self._on_host):
             pool.free(pool.tables.pop(sequence.id, []))

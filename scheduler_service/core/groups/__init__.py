@@ -1,1 +1,1 @@
-"""Requests and their outputs: parameters, known tokens and computed tokens. `planning` decides which requests run."""
+"""Requests and their outputs: parameters, known tokens and computed tokens."""

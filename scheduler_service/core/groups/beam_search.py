@@ -1,13 +1,9 @@
 """Beam search: chooses the continuations of a group's beams, and the complete outputs.
 
-The algorithm is that of transformers' `GenerationMixin._beam_search`. In each step the likeliest continuations of all
-beams compete by the sum of their log-probabilities. A continuation among the best `beam_width` that ends the output is
-a complete output. The score of a complete output is the sum of its log-probabilities divided by length **
-length_penalty. The best `beam_width` continuations that do not end the output are the beams of the next step.
-
-The search ends if no running beam can be better than the worst of `beam_width` complete outputs. With `early_stopping`
-the search ends as soon as there are `beam_width` complete outputs. The search also ends at the maximum length of an
-output.
+The algorithm is that of transformers' `GenerationMixin._beam_search`. The likeliest continuations of all beams compete
+by the sum of their log-probabilities. A complete output's score is this sum divided by length ** length_penalty. The
+search ends if no beam can be better than the worst of `beam_width` complete outputs. With `early_stopping`, any
+`beam_width` complete outputs end the search.
 """
 
 from collections.abc import Iterator
@@ -18,7 +14,7 @@ from scheduler_service.core.groups.sampling_params import SamplingParams
 
 
 class Beam(Protocol):
-    """A running sequence of a beam search. `score` is the sum of its tokens' log-probabilities."""
+    """A running sequence. `score` is the sum of its tokens' log-probabilities."""
 
     @property
     def num_tokens(self) -> int: ...
@@ -37,15 +33,13 @@ class Beam(Protocol):
 
     @property
     def candidates(self) -> list[tuple[int, float]] | None:
-        """The likeliest next tokens with their log-probabilities; None before the worker's answer."""
+        """Likeliest next tokens with log-probabilities; None before the worker's answer."""
 
 
 B = TypeVar("B", bound=Beam)
 
 
 class Continuation(NamedTuple, Generic[B]):
-    """A beam and a token that may follow it. `score` is the sum of the log-probabilities of the beam and the token."""
-
     parent: B
     token_id: int
     score: float
@@ -61,8 +55,7 @@ class Hypothesis(NamedTuple):
 
 
 class BeamSearch:
-    """The beam search of one group. `hypotheses` are the complete outputs so far, the best first, at most
-    `beam_width`."""
+    """One group's search. `hypotheses` are the complete outputs, the best first, at most `beam_width`."""
 
     def __init__(self, sampling: SamplingParams) -> None:
         self._sampling = sampling
@@ -73,10 +66,10 @@ class BeamSearch:
         return self._sampling.beam_width
 
     def advance(self, beams: SequenceOf[B]) -> list[Continuation[B]]:
-        """The beams of the next step, the best first; an empty list if the search is over. Every beam must have its
+        """The beams of the next step, the best first; empty if the search is over. Every beam needs its
         `candidates`."""
         sampling = self._sampling
-        num_output_tokens = beams[0].num_output_tokens + 1  # all beams have the same length
+        num_output_tokens = beams[0].num_output_tokens + 1
         may_end = num_output_tokens > sampling.min_tokens
         is_last = beams[0].num_tokens + 1 >= beams[0].max_num_tokens
         ranked = sorted(self._continuations(beams, may_end=may_end), key=lambda c: -c.score)
@@ -112,7 +105,7 @@ class BeamSearch:
     def _is_over(self, best: Continuation[B], num_output_tokens: int) -> bool:
         if len(self.hypotheses) < self.width:
             return False
-        # As in transformers, this score is an estimate; a running beam can still become better.
+        # An estimate, as in transformers: a running beam can still become better.
         best_possible = self._penalized(best.score, num_output_tokens)
         return self._sampling.early_stopping or best_possible <= self.hypotheses[-1].score
 

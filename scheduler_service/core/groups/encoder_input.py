@@ -1,10 +1,8 @@
-"""The input of an encoder-decoder model's encoder, as a sequence of a request's group.
+"""The input of an encoder-decoder model's encoder.
 
-The encoder's tokens are computed in one step, before any output attends to them. The blocks of an encoder's input store
-keys and values, which each decoder layer computes once from the encoder's hidden states. The block table of an
-encoder's input is the cross-attention table of all outputs in the group. The table of an encoder's input never grows,
-and its blocks are written once. Each token of the input depends on all other tokens, so the prefix cache finds all
-blocks of an encoder's input, or none.
+The tokens are computed in one step, before any output attends to them. Their blocks store the keys and values that each
+decoder layer computes from the encoder's hidden states; the block table is the cross-attention table of all outputs.
+Each token depends on all others, so the prefix cache finds all blocks of an input, or none.
 """
 
 import hashlib
@@ -15,11 +13,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderInput:
-    """Token ids, or audio features that the encoder turns into `num_tokens` tokens.
+    """Token ids, or audio features that the encoder turns into `num_tokens` tokens. Equal inputs have equal digests.
 
-    Equal inputs have equal digests. `features` are 32-bit floats in little-endian order, as the worker's network reads
-    them. A request that is replayed from a recording has no features; `num_feature_bytes` stores the size of the
-    original features.
+    `features` are 32-bit little-endian floats. A replayed request has no features, only `num_feature_bytes`.
     """
 
     num_tokens: int

@@ -1,26 +1,35 @@
-"""The sampling parameters that planning reads: number of outputs, stop conditions, and log-probabilities.
-
-Planning does not read the parameters that only a worker's sampler needs; `wire.sampling` adds them.
-"""
+"""The sampling parameters that planning reads. `wire.sampling` adds those that only a worker's sampler needs."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
 from scheduler_service.core.groups.pooling_params import PoolingParams
-from scheduler_service.core.groups.transcript_params import TranscriptParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TranscriptParams:
+    """Rules for a transcript with timestamp tokens, 20 ms apart (Whisper; Radford et al., 2023).
+
+    `suppressed` tokens are never chosen, `begin_suppressed` not as the first token. `first_timestamp` marks 0 s, and
+    higher ids later times; 0 means no timestamps. The first token is a timestamp of at most `first_timestamp` +
+    `max_initial`. The first `num_text_tokens` tokens of the vocabulary are text.
+    """
+
+    first_timestamp: int = 0
+    max_initial: int = 0
+    num_text_tokens: int = 0
+    suppressed: SequenceOf[int] = ()
+    begin_suppressed: SequenceOf[int] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens and when to stop, with every default filled in.
 
-    `eos_token_ids`: end tokens of the model, which are not reported as stop tokens; empty with ignore_eos.
-    `stop_token_ids`: tokens that the request named to end the output. `logprobs` is None for no log-probabilities, and
-    0 for only the chosen token's log-probability. `beam_width` is 0 without a beam search. A beam search samples
-    nothing, and returns the best `n` of its `beam_width` outputs. `form`: the output form (such as a grammar) that an
-    output must follow, in the worker's format. `pooling`: parameters of a request for vectors, which samples nothing.
-    `transcript`: rules for the order of tokens in a transcript, and tokens that are never chosen.
+    `eos_token_ids` are not reported as stop tokens, and are empty with ignore_eos. `logprobs`: None for none, 0 for the
+    chosen token's alone. `beam_width`: 0 without a beam search, which returns the best `n` outputs. `form`: the output
+    form (such as a grammar), in the worker's format.
     """
 
     max_tokens: int
@@ -47,26 +56,22 @@ class SamplingParams:
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of log-probabilities that the worker reports for a token. In a beam search, at least `beam_width` of
-        the reported tokens must not end the output."""
+        """Log-probabilities that the worker reports; at least `beam_width` of a beam's must not end the output."""
         return self.beam_width + len(self.end_token_ids) if self.beam_width else self.logprobs
 
     @property
     def needs_all_states(self) -> bool:
-        """Whether the whole prompt must be computed, even if the cache contains a part of it."""
+        """Whether the whole prompt must be computed, even if a part is cached."""
         return self.prompt_logprobs is not None or (self.pooling is not None and self.pooling.needs_all_states)
 
     @property
     def reports(self) -> bool:
-        """Whether answers contain more than tokens for this request."""
+        """Whether answers contain more than tokens."""
         return self.num_logprobs is not None or self.prompt_logprobs is not None or self.pooling is not None
 
     def allows_some(self, token_ids: SequenceOf[int], num_output_tokens: int) -> bool:
-        """Whether any token may follow `token_ids`, of which the last `num_output_tokens` are output.
-
-        Without `allowed_token_ids` the result is always True, because every vocabulary is larger than the set of banned
-        tokens.
-        """
+        """Whether any token may follow `token_ids`, of which the last `num_output_tokens` are output. Every vocabulary
+        is larger than the set of banned tokens."""
         if not self.allowed_token_ids:
             return True
         banned = set(self.end_token_ids) if num_output_tokens < self.min_tokens else set()
@@ -78,5 +83,5 @@ class SamplingParams:
         return any(token_id not in banned for token_id in self.allowed_token_ids)
 
     def for_index(self, index: int) -> "SamplingParams":
-        """The parameters of one output. Prompt log-probabilities are computed only with the first output."""
+        """The parameters of one output. Only the first output has prompt log-probabilities."""
         return self if index == 0 or self.prompt_logprobs is None else replace(self, prompt_logprobs=None)

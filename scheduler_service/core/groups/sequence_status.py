@@ -4,8 +4,6 @@ import enum
 
 
 class SequenceStatus(enum.Enum):
-    """Whether a sequence is in a queue, is on a worker, or has ended, and why it has ended."""
-
     WAITING = enum.auto()
     RUNNING = enum.auto()
     SWAPPED = enum.auto()
@@ -15,15 +13,13 @@ class SequenceStatus(enum.Enum):
     FINISHED_IGNORED = enum.auto()
     """The request is too large to be served."""
     FINISHED_FAILED = enum.auto()
-    """The model's logits were not finite, so no token could be chosen."""
+    """The logits were not finite, so no token could be chosen."""
     FINISHED_BARRED = enum.auto()
-    """The request's parameters or its output form allow no further token."""
+    """The parameters or the output form allow no further token."""
 
     is_finished: bool
-    """Whether the sequence has ended. The value is an attribute and not a property, because every step reads it several
-    times for every sequence."""
+    """An attribute and not a property: every step reads it several times for every sequence."""
     has_failed: bool
-    """Whether the sequence ended because no token could be chosen."""
 
 
 for _status in SequenceStatus:

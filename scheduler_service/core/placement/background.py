@@ -1,10 +1,7 @@
-"""Counts lost workers and serving time of the whole fleet, for comparison with the workers that were lost with one
-request in flight."""
+"""Counts lost workers and serving time of the whole fleet."""
 
 
 class Background:
-    """The number of lost workers of a fleet, and the total seconds that its workers have served."""
-
     __slots__ = ("_num_serving", "_seconds", "num_losses")
 
     def __init__(self) -> None:
@@ -13,12 +10,10 @@ class Background:
         self._seconds = 0.0  # `seconds(now)` minus `now` for each serving worker
 
     def join(self, now: float) -> None:
-        """Note that a worker's session begins."""
         self._num_serving += 1
         self._seconds -= now
 
     def leave(self, now: float, *, is_lost: bool) -> None:
-        """Note that a worker's session is over."""
         self._num_serving -= 1
         self._seconds += now
         self.num_losses += is_lost
@@ -27,5 +22,5 @@ class Background:
         return self._seconds + self._num_serving * now
 
     def ahead(self, now: float, seconds: float) -> float:
-        """The time at which the fleet will have served `seconds` more seconds, if no worker joins or leaves."""
+        """Time at which the fleet will have served `seconds` more, if no worker joins or leaves."""
         return now + seconds / max(1, self._num_serving)

@@ -1,35 +1,27 @@
 """Decides which worker takes a waiting group, among the workers that share a queue.
 
-If a worker has room for a group, its scheduler asks the balancer whether to take the group or leave it to a better
-worker. A worker is better if it would finish the group's tokens sooner. The balancer estimates when a worker would
-finish from its present work, its speed, and the group's tokens that it has cached or computes. Only a worker that has
-room now can be better, so one of the workers that ask always takes the group.
+A scheduler with room for a group asks the balancer whether to take the group or leave it to a better worker. A worker
+is better if it would finish the group's tokens sooner, by its work, its speed and its cached tokens. Only a worker that
+has room now can be better, so one of the workers that ask always takes the group.
 
-A group is left to a better worker for a limited time only, because the work of workers changes. The time limit is the
-time that the better worker would have saved, counted from when the group was first left. With this time limit, a group
-waits at most twice as long as necessary. Once MAX_OVERTAKES groups that arrived later have been taken first, no worker
-leaves the group to a better worker. A group that was left for its maximum time or overtaken MAX_OVERTAKES times is
-taken by the first worker that asks.
+A group is left at most for the time that the better worker would have saved: at most twice the necessary wait. After
+MAX_OVERTAKES overtakes by later groups, the first worker that asks takes the group.
 
-A worker passes over a group if the worker has no free slot for the group's adapter. A group without a slot is overtaken
-at most MAX_OVERTAKES times. A worker also passes over a group whose adapter it does not hold. The worker fetches this
-adapter only if the worker would still finish the group sooner than the workers that hold the adapter.
+A worker passes over a group whose adapter has no free slot or is not held. The worker fetches the adapter only if it
+would still finish the group sooner than the adapter's holders. A suspect waits without a time limit for a worker that
+was not lost with the suspect in flight.
 
-A suspect waits without a time limit for a worker that was not lost with this suspect in flight, while there is such a
-worker.
+If nothing is cached and many groups wait, a worker takes its share of the groups at once. With its share, a worker has
+as much work as each worker will have when all waiting groups are placed.
 
-If nothing is cached and many groups wait, a worker takes its share of the groups at once, not one group at a time. With
-its share, a worker has as much work as each worker will have when all waiting groups are placed.
-
-The balancer reads the load that each worker's scheduler reported in its last step. Every operation takes O(log workers)
-or less, except for suspects: for a suspect all workers are examined.
+Every operation takes O(log workers), except that all workers are examined for a suspect.
 """
 
 import heapq
 import itertools
 from collections.abc import Collection
 
-from scheduler_service.core.blocks.prefix_directory import PrefixDirectory
+from scheduler_service.core.blocks.allocator import PrefixDirectory
 from scheduler_service.core.groups.sequence import SequenceGroup
 from scheduler_service.core.placement.background import Background
 from scheduler_service.core.placement.choice import LAST, Here, Offer, Placement, PlacementReason
@@ -37,25 +29,22 @@ from scheduler_service.core.placement.step_times import StepTimes
 from scheduler_service.core.placement.worker import SEQUENCE_TOKENS, Member, WorkerScheduler
 
 MAX_OVERTAKES = 16
-MAX_CANDIDATES = 4  # maximum number of workers with the prefix, with the adapter and without a slot that are examined
+MAX_CANDIDATES = 4  # workers with the prefix, with the adapter and without a slot that are examined
 
 
 class Balancer:
-    """The workers that share a queue, and statistics of how groups were placed."""
-
     def __init__(self) -> None:
         self.times = StepTimes()
         self.directory = PrefixDirectory()
         self.adapter_directory = PrefixDirectory()
         self.num_placed = dict.fromkeys(PlacementReason, 0)
-        """Number of groups that were taken, by reason."""
+        """Groups that were taken, by reason."""
         self.num_left = dict.fromkeys(PlacementReason, 0)
-        """How often a worker left a group to another worker, by reason."""
+        """Times that a worker left a group to another worker, by reason."""
         self.num_overtakes = 0
-        """How often a group was taken before an earlier group that was left to another worker, or whose adapter had no
-        slot."""
+        """Times that a group was taken before an earlier group that was left or had no adapter slot."""
         self.num_moved = 0
-        """Number of swapped groups that moved to another worker."""
+        """Swapped groups that moved to another worker."""
         self.background = Background()
         self._members: dict[int, Member] = {}
         self._is_open = 0  # the workers that admit groups, one bit each
@@ -71,7 +60,6 @@ class Balancer:
     # ---- membership
 
     def join(self, scheduler: WorkerScheduler) -> Member:
-        """Add a worker whose session begins."""
         slot = next(slot for slot in itertools.count() if slot not in self._members)
         member = self._members[slot] = Member(scheduler, slot)
         self.times.expect(scheduler.config.prefill_tokens_per_second)
@@ -79,17 +67,13 @@ class Balancer:
         return member
 
     def leave(self, member: Member) -> None:
-        """Remove a worker that is gone, and the reference to its scheduler. Does nothing if the worker was removed
-        before."""
         if self._members.get(member.slot) is member:
             self.report(member, 0, 0, is_open=False)
             del self._members[member.slot]
-            # The scheduler and the member refer to each other. Without this `del`, both would stay in memory until
-            # Python's garbage collector runs.
+            # The two refer to each other, and would stay in memory until the garbage collector runs.
             del member.scheduler
 
     def report(self, member: Member, backlog: int, num_seqs: int, *, is_open: bool) -> None:
-        """Record how much work a worker has, and whether it admits waiting groups."""
         speed = member.slowness.speed
         before = member.backlog, member.num_seqs, member.speed, member.is_open
         if before == (backlog, num_seqs, speed, is_open):
@@ -127,25 +111,19 @@ class Balancer:
         return self._num_open > member.is_open
 
     def other_workers(self, member: Member) -> list[WorkerScheduler]:
-        """Other workers that admit groups, including workers that are full of swapped groups. The call examines all
-        workers."""
+        """Other workers that admit groups, including workers that are full of swapped groups. O(workers)."""
         return [other.scheduler for other in self._members.values() if other is not member and other.scheduler.admits]
 
     def is_overdue(self, group: SequenceGroup, now: float) -> bool:
-        """Whether a waiting group was left in the queue for its maximum time, or was overtaken MAX_OVERTAKES times."""
+        """Whether a group waited for its maximum time, or was overtaken MAX_OVERTAKES times."""
         placement = group.placement
         return placement.num_overtaken >= MAX_OVERTAKES or (
             placement.left_until is not None and now > placement.left_until
         )
 
     def offers(self, *, member: Member, group: SequenceGroup, here: Here, now: float) -> list[Offer]:
-        """The offers of workers with room for a group: the offer of `member`, which asks, and the offers of a few other
-        workers.
-
-        The few other workers are the worker with the least work, and workers that hold the longest prefix or the
-        group's adapter. If `member` lacks the adapter, only workers that hold the adapter are asked. If no other worker
-        can be better, the result contains no offer of another worker.
-        """
+        """The offers of `member`, which asks, and of a few other workers with room: those with the least work, the
+        longest prefix or the adapter. If `member` lacks the adapter, only its holders are asked."""
         match here:
             case Here.HAS_ROOM:
                 own = self._offer(member, group, member.scheduler.blocks.cache.num_shared_tokens(group.live[0]), now)
@@ -167,11 +145,7 @@ class Balancer:
     def choose(
         self, *, member: Member, group: SequenceGroup, offers: list[Offer], now: float, num_waiting: int = 1
     ) -> Placement | None:
-        """Whether `member` takes a group, or to which other worker `member` leaves it. The result is None if there is
-        no offer.
-
-        `num_waiting` counts the waiting groups, including this group.
-        """
+        """Whether `member` takes a group, or to which worker it leaves the group. `num_waiting` includes this group."""
         own = next((offer for offer in offers if offer.member is member), None)
         best = min((offer for offer in offers if offer is not own), key=lambda offer: offer[:2], default=None)
         placement = Placement(group, PlacementReason.ALONE, num_overtaken=group.placement.num_overtaken)
@@ -199,7 +173,6 @@ class Balancer:
         return placement._replace(reason=PlacementReason.LOAD, to=to)
 
     def _first_members(self, bits: int) -> list[Member]:
-        """Up to MAX_CANDIDATES workers whose bits are set in `bits`."""
         members: list[Member] = []
         while bits and len(members) < MAX_CANDIDATES:
             slot = bits.bit_length() - 1
@@ -208,24 +181,18 @@ class Balancer:
         return members
 
     def _others(self, member: Member, group: SequenceGroup, now: float, lightest: list[Member]) -> list[Offer]:
-        """The offers of the `lightest` workers, and of the workers besides `member` with the longest prefix or the
-        adapter.
-        """
         holders = self._holders(member, group)
         if group.adapter_id:
             holders += self._adapter_holders(member, group)
         return self._with_room(member, group, now, [*holders, *lightest])
 
     def _adapter_holders(self, member: Member, group: SequenceGroup) -> list[Member]:
-        """Up to MAX_CANDIDATES other workers that hold the group's adapter."""
         bits = self.adapter_directory.holders([group.adapter_id.encode()], 0, self._is_open & ~member.bit)
         return self._first_members(bits)
 
     def _with_room(self, member: Member, group: SequenceGroup, now: float, others: list[Member]) -> list[Offer]:
-        """The offers of workers that have room for a group.
-
-        For a suspect, a worker makes no offer if a loss there would prove less than a loss on `member`.
-        """
+        """The offers of workers with room. For a suspect, workers where a loss would prove less than on `member` make
+        no offer."""
         suspicion = group.suspicion if group.is_suspect else None
         most = suspicion.reluctance(member.scheduler.worker) if suspicion is not None else 0
         found: list[Offer] = []
@@ -241,11 +208,9 @@ class Balancer:
         return Offer(self._seconds(member, group, cached, now), member.entry, member, cached)
 
     def _next_lightest(self, member: Member, group: SequenceGroup) -> list[Member]:
-        """A list with the other worker that has room and the least work; an empty list if no other worker has room.
+        """A list with the other worker that has room and the least work, if any.
 
-        A worker without room leaves the heap until its work changes. A worker that only lacks a slot for the group's
-        adapter stays in the heap, because it may have room for other groups. The search ends after MAX_CANDIDATES
-        workers without a slot for the adapter.
+        A worker without room leaves the heap until its work changes. A worker that only lacks an adapter slot stays.
         """
         aside: list[tuple[float, int, int]] = []
         found: list[Member] = []
@@ -270,7 +235,7 @@ class Balancer:
         return found
 
     def _holders(self, member: Member, group: SequenceGroup) -> list[Member]:
-        """Up to MAX_CANDIDATES other workers that hold at least as long a prefix of the group as `member`."""
+        """Up to MAX_CANDIDATES other workers that hold at least as long a prefix as `member`."""
         leader = group.live[0]
         keys = member.scheduler.blocks.cache.keys.findable(leader)
         first = max(0, len(member.scheduler.blocks.device.find_run(keys)) - 1)
@@ -278,11 +243,8 @@ class Balancer:
         return self._first_members(bits)
 
     def _is_share(self, member: Member, group: SequenceGroup, cached: int, num_waiting: int) -> bool:
-        """Whether `member`, after taking the group, has at most its share of the fleet's work.
-
-        The share assumes that all waiting groups are as large as this group. Up to half of the group's tokens may
-        exceed the share.
-        """
+        """Whether `member` with the group has at most its share of the fleet's work, if all waiting groups are as
+        large. Half of the group's tokens may exceed the share."""
         tokens = _num_tokens(group) - cached + SEQUENCE_TOKENS * group.num_seqs
         return (2 * member.work + tokens) * self._speed <= 2 * (self._work + num_waiting * tokens) * member.speed
 
@@ -294,8 +256,7 @@ class Balancer:
         return seconds + member.scheduler.seconds_to_copy(group) if group.adapter_id else seconds
 
     def _seconds_in_flight(self, member: Member, factor: float, now: float) -> float:
-        """Seconds that the worker's steps in flight still take. If the steps are overdue, they are expected to take as
-        many more seconds as they are overdue."""
+        """Seconds that the steps in flight still take; overdue steps are expected to take as long again."""
         steps = member.scheduler.steps_in_flight
         if not steps:
             return 0.0
@@ -306,7 +267,6 @@ class Balancer:
     # ---- records of choices
 
     def took(self, member: Member, placement: Placement) -> None:
-        """Record that the worker takes a group in the step that it plans."""
         group = placement.group
         self.num_placed[placement.reason] += 1
         group.placement.left_until = None
@@ -316,24 +276,22 @@ class Balancer:
         self.report(member, backlog, member.num_seqs + group.num_seqs, is_open=member.is_open)
 
     def left(self, placement: Placement, now: float) -> None:
-        """Record that a group stays in the queue for another worker."""
         group = placement.group
         self.num_left[placement.reason] += 1
         if group.placement.left_until is None:
             group.placement.left_until = now + abs(placement.seconds - placement.seconds_there)
 
     def overtook(self, groups: Collection[SequenceGroup]) -> None:
-        """Record that a later group was taken before `groups`."""
         self.num_overtakes += len(groups)
         for group in groups:
             group.placement.num_overtaken += 1
 
     def stepped(self, member: Member, num_tokens: int, seconds: float) -> None:
-        """Record the duration of a worker's step. If the fleet has a single worker, nothing is recorded."""
+        """Record the duration of a worker's step. A single worker's steps are not recorded."""
         if len(self._members) > 1 and seconds > 0 and num_tokens:
             member.slowness.observe(self.times.observe(num_tokens, seconds))
 
 
 def _num_tokens(group: SequenceGroup) -> int:
-    """Tokens that a worker computes for a waiting group if none of the group's tokens is cached."""
+    """Tokens that a worker computes if nothing is cached."""
     return group.live[0].num_tokens + group.num_encoder_tokens

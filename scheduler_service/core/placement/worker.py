@@ -1,4 +1,4 @@
-"""A worker as the balancer sees it: the interface of its scheduler, and the figures of the scheduler's last report."""
+"""A worker as the balancer sees it: its scheduler's interface and last report."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
@@ -9,17 +9,13 @@ from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.groups.sequence import SequenceGroup
 from scheduler_service.core.placement.step_times import Slowness
 
-# Tokens that a running sequence is expected to compute from now on. In public traces about half of the sequences
-# compute fewer tokens.
+# Tokens that a running sequence is expected to compute yet: about the median in public traces.
 SEQUENCE_TOKENS = 128
-# Seconds that a worker's first fetch of an adapter is expected to take. Fetching an adapter of rank 16 for 7 billion
-# weights takes about 1 s over a fast network.
+# Expected seconds of a worker's first fetch: rank 16 for 7 billion weights over a fast network.
 ADAPTER_SECONDS = 1.0
 
 
 class StepInFlight(Protocol):
-    """A step that its worker has not answered yet."""
-
     @property
     def num_tokens(self) -> int: ...
 
@@ -28,14 +24,14 @@ class StepInFlight(Protocol):
 
 
 class WorkerScheduler(Protocol):
-    """The interface of a scheduler that the balancer uses; `core.Scheduler` implements it."""
+    """The part of `core.Scheduler` that the balancer uses."""
 
     @property
     def config(self) -> SchedulerConfig: ...
 
     @property
     def worker(self) -> str:
-        """The worker's name, which is the same in every session."""
+        """The worker's name, the same in every session."""
 
     @property
     def blocks(self) -> BlockManager: ...
@@ -45,27 +41,20 @@ class WorkerScheduler(Protocol):
         """Whether waiting groups may be given to this worker."""
 
     @property
-    def answered_at(self) -> float:
-        """The time of the worker's last answer to a step."""
+    def answered_at(self) -> float: ...
 
     @property
     def steps_in_flight(self) -> SequenceOf[StepInFlight]:
-        """The steps that the worker has not answered, the oldest first."""
+        """The oldest first."""
 
     def room_for(self, group: SequenceGroup) -> int | None:
-        """Number of a waiting group's tokens that this worker has cached or is computing; None if the next step has no
-        room for the group."""
+        """Tokens of a waiting group that are cached or being computed here; None if the next step has no room."""
 
     def has_adapter_slot(self, group: SequenceGroup, *, without: Iterable[SequenceGroup] = ()) -> bool:
-        """Whether the worker holds the group's adapter, and can run it together with the adapters of the running
-        groups.
-
-        Groups in `without` do not count as running.
-        """
+        """Whether the worker holds the adapter, and can run it beside the running groups except `without`."""
 
     def seconds_to_copy(self, group: SequenceGroup) -> float:
-        """Seconds that a step needs to copy the group's adapter to the device; 0 if the adapter is on the device
-        already."""
+        """Seconds that a step needs to copy the group's adapter to the device."""
 
 
 class Member:
@@ -88,20 +77,19 @@ class Member:
         self.scheduler = scheduler
         self.slot = slot
         self.bit = 1 << slot
-        self.backlog = 0  # Prompt tokens that no step computes yet.
-        self.num_seqs = 0  # Running sequences.
-        self.is_open = False  # Whether waiting groups are admitted.
+        self.backlog = 0  # prompt tokens that no step computes yet
+        self.num_seqs = 0
+        self.is_open = False
         self.slowness = Slowness()
-        self.speed = self.slowness.speed  # The worker's speed, as of the last report.
-        self.entry = -1  # Number of this worker's current heap entry; its other entries are stale.
-        self.adapter_seconds = ADAPTER_SECONDS  # Expected seconds to fetch an adapter.
+        self.speed = self.slowness.speed  # as of the last report
+        self.entry = -1  # number of the current heap entry; others are stale
+        self.adapter_seconds = ADAPTER_SECONDS  # expected seconds of a fetch
 
     @property
     def work(self) -> int:
-        """The worker's remaining work, in tokens."""
+        """Remaining work in tokens."""
         return self.backlog + SEQUENCE_TOKENS * self.num_seqs
 
     def brought_adapter(self, seconds: float) -> None:
-        """Record the seconds of an adapter's fetch. Adapters differ in size, so one fetch changes the mean by a quarter
-        of the difference only."""
+        """Record an adapter's fetch. Adapters differ in size, so the mean changes by a quarter only."""
         self.adapter_seconds += (seconds - self.adapter_seconds) / 4

@@ -1,4 +1,4 @@
-"""Applies a worker's answers: appends tokens to sequences, and ends the sequences that are complete."""
+"""Applies a worker's answers: appends tokens and accepted drafts, advances beams, and ends complete sequences."""
 
 import itertools
 from collections.abc import Sequence as SequenceOf
@@ -11,8 +11,6 @@ from scheduler_service.core.planning.worker_groups import Session
 
 
 class Answers:
-    """Appends sampled tokens and accepted drafts, and advances beam searches."""
-
     def __init__(self, session: Session) -> None:
         self._config = session.config
         self._waiting = session.waiting
@@ -20,8 +18,7 @@ class Answers:
         self._groups = session.groups
 
     def take_in(self, output: SchedulerOutput, answer: ModelOutput) -> list[SequenceOutput]:
-        """Count a step's computed tokens as stored and append the sampled tokens; see
-        `Scheduler.update_from_output`."""
+        """See `Scheduler.update_from_output`."""
         if output.is_plain and answer.is_plain and self._takes_plainly(output):
             return self._take_in_decodes(output, answer.token_ids)
         if answer.num_draft_tokens_wanted:
@@ -39,7 +36,7 @@ class Answers:
                 continue
             start = sequence.num_stored_tokens + 1
             sequence.num_stored_tokens += num_tokens
-            if samples and token_id is None:  # a late sequence has no token yet, and computes its last token again
+            if samples and token_id is None:  # late: the last token is computed again
                 sequence.num_stored_tokens -= 1
                 sequence.num_computed_tokens -= 1
             if not sequence.is_encoder and (num_tokens > 1 or sequence.num_stored_tokens % block_size == 0):
@@ -61,7 +58,6 @@ class Answers:
                     token_id = None  # a pooled sequence samples no token
                 vectors = answer.vectors.get(sequence.id, b"")
                 logprobs = positions[-1] if positions else None
-                # `start` matters only for prompt log-probabilities and vectors.
                 start = start if prompt_logprobs or vectors else 0
                 item = SequenceOutput(sequence, token_id, logprobs, prompt_logprobs, start, vectors=vectors)
                 gained.append(item)
@@ -73,17 +69,14 @@ class Answers:
         return gained
 
     def _takes_plainly(self, output: SchedulerOutput) -> bool:
-        """Whether `_take_in_decodes` gives a complete result: no sequence was dropped, no group is accused or swapped
-        out, and the policy does not charge tokens."""
+        """Whether `_take_in_decodes` would miss nothing."""
         groups = self._groups
         return not (output.dropped or groups.accused or groups.swapped or self._waiting.charges)
 
     def _take_in_decodes(self, output: SchedulerOutput, token_ids: SequenceOf[int]) -> list[SequenceOutput]:
-        """Apply a plain answer to a plain step (see `is_plain`), in half the time of `take_in`. Most steps are
-        plain."""
+        """Apply a plain answer to a plain step (see `is_plain`), in half the time of `take_in`."""
         running, block_size, gained = SequenceStatus.RUNNING, self._config.block_size, []
-        # `tuple.__new__` is faster than the named tuple's constructor, which spends two thirds of its time in Python
-        # code.
+        # The named tuple's constructor spends two thirds of its time in Python code.
         new = tuple.__new__
         for (sequence, _, _), token_id in zip(output.scheduled, token_ids, strict=True):
             if sequence.status is not running:
@@ -92,7 +85,6 @@ class Answers:
             if num_stored % block_size == 0:
                 self._blocks.cache.publish(sequence, num_stored)
             sequence.output_token_ids.append(token_id)
-            # All tokens of the sequence are stored, except the new token.
             if token_id in sequence.end_token_ids or num_stored + 1 >= sequence.max_num_tokens:
                 self._end_if_due(sequence, token_id)
             gained.append(new(SequenceOutput, (sequence, token_id, None, None, 0, False, b"")))
@@ -107,7 +99,7 @@ class Answers:
         self._end_if_due(sequence, token_id)
 
     def _end_if_due(self, sequence: Sequence, token_id: int) -> None:
-        """End a sequence if its newest token `token_id` is an end token, or if it has its maximum length."""
+        """End a sequence if `token_id` is an end token, or if it has its maximum length."""
         sampling = sequence.sampling
         if token_id in sequence.end_token_ids and sequence.num_output_tokens > sampling.min_tokens:
             if token_id in sampling.stop_token_ids:
@@ -117,11 +109,8 @@ class Answers:
             self._groups.finish_sequence(sequence, SequenceStatus.FINISHED_LENGTH_CAPPED)
 
     def _fail(self, sequence: Sequence, *, is_barred: bool) -> None:
-        """End a sequence for which no token could be chosen. If the sequence is a beam, its whole group ends.
-
-        If `is_barred` is false, the logits were not finite. The blocks of a sequence whose logits are not finite leave
-        the prefix cache, because their contents cannot be trusted.
-        """
+        """End a sequence, or a beam's whole group, for which no token could be chosen. Unless `is_barred`, the logits
+        were not finite, and its blocks cannot be trusted."""
         if not is_barred:
             self._blocks.cache.withdraw(sequence)
         status = SequenceStatus.FINISHED_BARRED if is_barred else SequenceStatus.FINISHED_FAILED
@@ -133,8 +122,7 @@ class Answers:
     # ---- drafts
 
     def _note_drafts_wanted(self, output: SchedulerOutput, answer: ModelOutput) -> None:
-        """Note how many draft tokens each sequence needs room for in further steps. Beams get no room for drafts,
-        because a beam has several next tokens."""
+        """Beams get no room for drafts, because a beam has several next tokens."""
         sampled = (sequence for sequence, _, samples in output.scheduled if samples)
         for sequence, wanted in zip(sampled, answer.num_draft_tokens_wanted, strict=True):
             if sequence not in output.dropped and sequence.group.beams is None:
@@ -143,8 +131,8 @@ class Answers:
     def _accept_drafts(
         self, output: SchedulerOutput, answer: ModelOutput, gained: list[SequenceOutput]
     ) -> list[int | None]:
-        """Append the accepted draft tokens. Returns the token that each sequence sampled after its drafts, or None if
-        the sequence is late."""
+        """Append the accepted drafts. Returns the token that each sequence sampled after its drafts, or None if it is
+        late."""
         num_gained = iter(answer.num_tokens or [1] * output.num_samples)
         token_ids = iter(answer.token_ids)
         last: list[int | None] = []
@@ -163,7 +151,7 @@ class Answers:
                     self._append_token(sequence, token_id)
                     goes_on = not sequence.status.is_finished
                     gained.append(SequenceOutput(sequence, token_id, logprobs, goes_on=goes_on))
-            # The caller counts all tokens of the chunk as stored, so rejected draft tokens are subtracted here.
+            # The caller counts the whole chunk as stored, so rejected drafts are subtracted here.
             num_unused = room - len(accepted)
             sequence.num_stored_tokens -= num_unused
             sequence.num_computed_tokens -= num_unused
@@ -172,8 +160,7 @@ class Answers:
     # ---- beams
 
     def _advance_beams(self, group: SequenceGroup) -> list[SequenceOutput]:
-        """Replace a group's beams by the beams of the next step. Beams with the same parent share the parent's
-        blocks."""
+        """Replace a group's beams by the next step's. Beams with the same parent share its blocks."""
         assert group.beams is not None
         if group.suspicion is not None:
             group.suspicion.gain_token()
@@ -201,8 +188,7 @@ class Answers:
 
 
 def _candidates(beam: Sequence, answer: ModelOutput) -> list[tuple[int, float]]:
-    """The likeliest next tokens of a beam. Raises ValueError if the worker reported no log-probabilities for the
-    beam."""
+    """A beam's likeliest next tokens. Raises ValueError if the worker reported no log-probabilities."""
     if not (positions := answer.logprobs.get(beam.id)):
         raise ValueError(f"the worker returned no log-probabilities for sequence {beam.id}, which is a beam")
     (logprobs,) = positions

@@ -1,8 +1,4 @@
-"""Preempts running groups if blocks run out, or if a waiting group outranks them.
-
-With recompute, a preempted group frees its blocks and computes its tokens again later. With swap, the blocks of a
-preempted group are copied to host memory.
-"""
+"""Preempts running groups, by recompute or swap, if blocks run out or a waiting group outranks them."""
 
 from collections.abc import Iterable
 
@@ -15,8 +11,6 @@ from scheduler_service.core.planning.worker_groups import Session
 
 
 class Preemption:
-    """Chooses running groups and preempts them. `counts` is the number of preempted groups by mode."""
-
     def __init__(self, session: Session, prefixes: SharedPrefixes) -> None:
         self._config = session.config
         self._waiting = session.waiting
@@ -27,23 +21,18 @@ class Preemption:
         self.counts = {PreemptionMode.RECOMPUTE: 0, PreemptionMode.SWAP: 0}
 
     def preempt_one(self, step: Step) -> SequenceGroup:
-        """Preempt the group that the policy chooses as the victim, and return the group.
+        """Preempt the policy's victim, and return it.
 
-        No other group shares a block that the victim fills in this step, because running groups are planned before
-        waiting groups are admitted. Resuming a swapped group needs no victim, because a group resumes only if there is
-        room for its next tokens.
+        No other group shares a block that the victim fills in this step: running groups are planned before groups are
+        admitted, and a swapped group resumes only if its next tokens have room.
         """
         victim = self._waiting.victim(self._groups.running)
         self._preempt(victim, step)
         return victim
 
     def victims(self, group: SequenceGroup, step: Step) -> list[SequenceGroup] | None:
-        """The running groups to preempt for a waiting group; None if the waiting group does not outrank enough running
-        groups.
-
-        The waiting group needs at least one token of the step. If the budget has no token left and the next victim
-        frees no token, the result is None.
-        """
+        """The running groups to preempt for a waiting group; None if it does not outrank enough of them, or no token
+        would be free."""
         victims: list[SequenceGroup] = []
         candidates = dict(self._groups.running)
         num_tokens, num_seqs = step.budget.num_tokens, step.budget.num_seqs
@@ -54,7 +43,7 @@ class Preemption:
             or self._blocks.can_allocate(group, leave_watermark=bool(candidates), without=victims) is not AllocStatus.OK
         ):
             victim = self._waiting.victim(candidates)
-            # Blocks that this step swaps in are not filled yet, and cannot be swapped out.
+            # Blocks that this step swaps in are not filled yet.
             if step.swap_in or self._prefixes.is_tied(victim, step) or not self._waiting.outranks(group, victim):
                 return None
             num_tokens += step.num_tokens_of(victim)
@@ -66,7 +55,7 @@ class Preemption:
         return victims
 
     def preempt(self, victims: Iterable[SequenceGroup], step: Step) -> None:
-        """Preempt the running groups `victims`, and remove their chunks from the step."""
+        """Preempt `victims`, and remove their chunks from the step."""
         step.unfold()
         for victim in victims:
             self._preempt(victim, step)
@@ -75,9 +64,8 @@ class Preemption:
         chunks = step.give_back(group)
         self._prefixes.taken_back(chunks)
         step.num_preempted += 1
-        # The targets of this step's copies on write are not filled yet, so a group that holds such a block cannot be
-        # swapped out. Beams that are swapped out cannot be forked when the answer to their step in flight comes. A
-        # suspect that is swapped out would resume in a step with other groups.
+        # Three kinds of groups cannot be swapped out: suspects, which would resume beside other groups; targets of
+        # copies, which are not filled yet; beams in flight, which their answer could not fork.
         is_bound = (
             group.is_suspect
             or any(chunk.copies for chunk in chunks)

@@ -1,13 +1,13 @@
 """Schedules the next tokens of running groups, and preempts other groups if blocks run out.
 
-`ChunkSizes` sets the sizes of chunks in the first round of a step. The same sizes apply to running groups and to newly
-admitted groups. In a second round, prompts receive the tokens that are left in the step. `DraftRoom` gives the tokens
-that remain after this round to drafts. Drafts, which may be rejected, therefore never delay a prompt or take its
-blocks.
+Chunks get their first sizes, then prompts get the tokens that are left, and then drafts. Drafts, which may be rejected,
+therefore never delay a prompt or take its blocks.
 """
 
 from scheduler_service.core.config import PhaseRule
 from scheduler_service.core.groups.sequence import Sequence, SequenceGroup
+from scheduler_service.core.groups.sequence_status import SequenceStatus
+from scheduler_service.core.outputs import ScheduledSequence
 from scheduler_service.core.planning.preemption import Preemption
 from scheduler_service.core.planning.shared_prefixes import SharedPrefixes
 from scheduler_service.core.planning.step import Chunk, Step, bytes_to_tell
@@ -15,8 +15,7 @@ from scheduler_service.core.planning.worker_groups import Session
 
 
 class ChunkSizes:
-    """Limits a chunk to the tokens and bytes that the step has left. While other sequences need tokens of the step,
-    `max_chunk` is a further limit."""
+    """Limits a chunk to the step's tokens and bytes, and to `max_chunk` while other sequences need tokens."""
 
     def __init__(self, session: Session) -> None:
         config = session.config
@@ -26,12 +25,11 @@ class ChunkSizes:
         self._blocks = session.blocks
 
     def of(self, group: SequenceGroup, step: Step) -> list[Chunk]:
-        """The chunks of a group that fit the step now. The call does not change the step's budget.
+        """The chunks of a group that fit the step now. The budget does not change.
 
-        The first long chunk of a step has at most `max_chunk` tokens. Each further long chunk has at most half as many
-        tokens as the long chunk before, so that long chunks leave room for short chunks. A follower has no block table,
-        and so no chunk, before its leader's prompt is computed. The encoder's input is the group's first chunk, and is
-        never divided. Until a step has room for the encoder's chunk, the group's sequences compute nothing.
+        Each long chunk has at most half as many tokens as the long chunk before, to leave room for short chunks. A
+        follower has no chunk before its leader's prompt is computed. The encoder's input comes first, and is never
+        divided.
         """
         num_tokens_left, num_bytes_left, num_long = step.budget.num_tokens, step.budget.num_bytes, step.num_long
         chunks: list[Chunk] = []
@@ -69,8 +67,8 @@ class ChunkSizes:
         return chunks
 
     def _due(self, group: SequenceGroup) -> list[Sequence]:
-        """The group's live sequences that a step may schedule. If prefill and decode have separate steps, a
-        prefill step gets only sequences with several uncomputed tokens, so that no sequence decodes in it."""
+        """The live sequences that may be scheduled. With separate phases, a prefill step gets only sequences with
+        several uncomputed tokens."""
         live = group.live
         if not self._is_separate or len(live) == 1:
             return live
@@ -78,8 +76,7 @@ class ChunkSizes:
 
 
 class RunningPlanner:
-    """Schedules running groups, and takes their tokens and bytes from the budget. The caller has taken the groups'
-    sequences from the budget already."""
+    """Schedules running groups, whose sequences were taken from the budget already."""
 
     def __init__(
         self, session: Session, chunk_sizes: ChunkSizes, preemption: Preemption, prefixes: SharedPrefixes
@@ -91,8 +88,7 @@ class RunningPlanner:
         self._prefixes = prefixes
 
     def split(self, step: Step) -> tuple[list[SequenceGroup], list[SequenceGroup]]:
-        """Split the running groups into groups that decode next and groups that are behind
-        (`SequenceGroup.is_behind`)."""
+        """The groups that decode next, and the groups that are behind (`SequenceGroup.is_behind`)."""
         ready: list[SequenceGroup] = []
         behind: list[SequenceGroup] = []
         for group in self._groups.running:
@@ -101,20 +97,16 @@ class RunningPlanner:
         return ready, behind
 
     def schedule(self, groups: list[SequenceGroup], step: Step) -> None:
-        """Schedule running groups in the given order. A group that was preempted for an earlier group is skipped."""
+        """Schedule groups in order, without those that were preempted for an earlier group."""
         for group in groups:
             if group in self._groups.running:
                 self.schedule_one(group, step)
 
     def schedule_one(self, group: SequenceGroup, step: Step) -> None:
-        """Schedule as many tokens of a group as the step has room for.
-
-        If blocks run out, the group itself can be the victim that is preempted. A group that needs more blocks than the
-        worker has is ended.
-        """
-        if group.live[0].id not in self._blocks.tables:  # the leader ended before the followers could fork
+        """Schedule as many tokens as the step has room for. If blocks run out, the group itself can be preempted or
+        ended."""
+        if group.live[0].id not in self._blocks.tables:  # the leader ended before its followers forked
             step.budget.give_back(num_seqs=group.num_seqs)
-            # If the group is admitted again in this step, it comes last.
             step.prompts = [other for other in step.prompts if other is not group]
             self._groups.give_back(group)
             return
@@ -132,7 +124,7 @@ class RunningPlanner:
             chunks = self._chunk_sizes.of(group, step)
         for chunk in chunks:
             if chunk.sequence.is_encoder:
-                continue  # an encoder's input has all its blocks already
+                continue  # has all its blocks already
             chunk.copies = self._blocks.append_slots(chunk.sequence, chunk.num_tokens)
         if chunks:
             step.take(group, chunks)
@@ -140,11 +132,8 @@ class RunningPlanner:
             self._prefixes.planned(chunk, step)
 
     def hand_out_rest(self, step: Step) -> None:
-        """Give prompts the tokens that are left in the step, in order, in addition to their first chunks.
-
-        Tokens can be left even if no prompt is too long for the step: a group that is preempted after its turn gives
-        its tokens back.
-        """
+        """Give prompts the tokens that are left, in order. A group that is preempted after its turn leaves tokens,
+        too."""
         if not step.budget.num_tokens:
             return
         for group in step.prompts:
@@ -162,15 +151,14 @@ class RunningPlanner:
 
 
 class DraftRoom:
-    """Assigns room for drafts in one worker's steps: equal shares of the tokens that are left, and free blocks above
-    the watermark."""
+    """Assigns room for drafts: equal shares of the tokens that are left, and free blocks above the watermark."""
 
     def __init__(self, session: Session) -> None:
         self._blocks = session.blocks
         self._max_num_batched_tokens = session.config.max_num_batched_tokens
 
     def hand_out(self, step: Step) -> None:
-        """Store in `step.rooms` the number of draft tokens that each decoding sequence has room for."""
+        """Store in `step.rooms` the number of drafts that each decoding sequence has room for."""
         decoding = [scheduled.sequence for scheduled in step.steady]
         for chunks in step.chunks.values():
             decoding += [c.sequence for c in chunks if c.num_tokens == 1 == c.sequence.num_uncomputed_tokens]
@@ -185,18 +173,16 @@ class DraftRoom:
     def _most(self, sequence: Sequence) -> int:
         """The maximum number of drafts of a sequence in one step.
 
-        Drafts fill at most half of the remaining output, so that further steps can be planned before the drafts are
-        verified. Drafts in flight and new drafts together have at most as many tokens as the largest chunk of a prompt.
-        The pool always has blocks for a chunk of that size, even with a sliding window.
+        At most half of the remaining output, so that steps can be planned ahead. All drafts in flight together are at
+        most as many tokens as a prompt's largest chunk, for which the pool always has blocks.
         """
-        # the last token is never computed, only sampled
+        # The last token is never computed, only sampled.
         num_left = sequence.max_num_tokens - sequence.num_computed_tokens - 2
         num_in_flight = sequence.num_draft_tokens + 1
         return min(sequence.num_draft_tokens_wanted, num_left // 2, self._max_num_batched_tokens - num_in_flight)
 
     def _within_blocks(self, step: Step, sequence: Sequence, room: int) -> int:
-        """The number of drafts, at most `room`, that the sequence has blocks for. The sequence receives new blocks only
-        if enough blocks are free above the watermark."""
+        """The drafts, at most `room`, that the sequence has blocks for, or gets blocks for above the watermark."""
         blocks, num_tokens = self._blocks, sequence.num_computed_tokens + 1
         num_new = blocks.sizes.blocks_ahead(num_tokens + room) - len(blocks.tables[sequence.id])
         if num_new > max(0, blocks.device.num_free - blocks.num_watermark_blocks):
@@ -205,3 +191,65 @@ class DraftRoom:
             blocks.extend_slots(sequence, 1 + room)
             step.needy.append(sequence)
         return room
+
+
+class SteadyPlan:
+    """The plan of steady steps, in which every running sequence computes one token. Most steps are steady.
+
+    The plan is repeated until a sequence computes several tokens, is preempted, or is suspected. Ended sequences may
+    stay.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._blocks = session.blocks
+        self._groups = session.groups
+        self._plan: list[ScheduledSequence] | None = None
+
+    def forget(self) -> None:
+        self._plan = None
+
+    @property
+    def is_known(self) -> bool:
+        return self._plan is not None
+
+    def repeat(self, step: Step) -> bool:
+        """Repeat the last plan in this step. Returns whether the plan could be repeated."""
+        if self._plan is None:
+            return False
+        running = SequenceStatus.RUNNING
+        plan = [scheduled for scheduled in self._plan if scheduled.sequence.status is running]
+        if self._groups.swapped or not 0 < len(plan) <= step.budget.num_tokens:
+            return False
+        needy = [s for s, _, _ in plan if s.num_computed_tokens >= s.num_slots]
+        if len(needy) > self._blocks.device.num_free:
+            return False
+        for sequence in needy:
+            self._blocks.append_slots(sequence, 1)
+        step.budget.take(num_tokens=len(plan), num_seqs=self._groups.num_running_seqs)
+        step.steady, step.needy = plan, needy
+        return True
+
+    def look_ahead(self, step: Step) -> None:
+        """After a step is written, check whether the next step is steady."""
+        if step.chunks or step.any_last or not step.steady:
+            self._plan = self._next_plan(step)
+
+    def _next_plan(self, step: Step) -> list[ScheduledSequence] | None:
+        """The plan of the next step; None if it is not steady. Sequences of one group may share the block that they
+        write to next, and join only after a fully planned step has copied it."""
+        plan = [s for s in step.steady if s.sequence.num_computed_tokens + 1 < s.sequence.max_num_tokens]
+        for group in step.chunks if step.steady else self._groups.running:
+            prepared = None
+            if group.beams is not None:
+                return None
+            if len(group.sequences) > 1:
+                prepared = {chunk.sequence for chunk in step.chunks.get(group, []) if chunk.num_tokens == 1}
+            for sequence in group.live:
+                num_uncomputed = sequence.num_uncomputed_tokens
+                if not sequence.num_known_blocks or group.waits_for_encoder:
+                    return None  # the encoder's input filled the step
+                if num_uncomputed == 1 and (prepared is None or sequence in prepared):
+                    plan.append(ScheduledSequence(sequence, 1, True))
+                elif num_uncomputed or sequence.num_computed_tokens + 1 < sequence.max_num_tokens:
+                    return None
+        return plan or None

@@ -1,37 +1,25 @@
 """Lets requests share a prefix that is being computed.
 
-A block is published in the prefix cache when the chunk that fills it is planned. A request that is admitted later in
-the same step finds this block. Later blocks of a running request's prompt, which no step computes yet, are called
-expected.
+A block is published when the chunk that fills it is planned, so later requests of the same step find it. A request
+whose next block is expected waits, so no tokens are computed twice. The running request comes first in every step
+anyway.
 
-If the next block of a waiting request is expected, the waiting request is not admitted yet. The running request
-computes the expected block, so no tokens are computed twice. While the running request makes progress, waiting for its
-blocks costs no time, because the running request comes first in every step anyway.
-
-The wait for a prefix has a time limit: the expected seconds to compute the rest of the waiting request's prompt after
-the running requests. The time limit of a wait starts anew if another block of the waiting request is published, or if
-another request gives up waiting for the same block. While a request waits for a prefix, its sequences count as running,
-so that later requests do not take its place. At most half of a step's sequences are reserved for requests that wait for
-a prefix.
-
-A step stops looking at waiting requests after it has looked up `MAX_LOOKED_UP` block hashes.
+A wait lasts at most the expected seconds to compute the rest of the prompt after the running requests. The limit starts
+anew with each further block, or if another request gives up waiting for the same block. Waiting requests reserve at
+most half of a step's sequences.
 """
 
-from scheduler_service.core.blocks.found_runs import FoundRuns
+from scheduler_service.core.blocks.prefix_cache import FoundRuns
 from scheduler_service.core.groups.records import PrefixWait
 from scheduler_service.core.groups.sequence import SequenceGroup
 from scheduler_service.core.planning.step import Chunk, Step
 from scheduler_service.core.planning.worker_groups import Session
 
 MAX_LOOKED_UP = 1 << 12
-"""Maximum number of block hashes that a step looks up or compares. A waiting request needs about five lookups or
-comparisons, and more if its prefix has grown. Blocks that were found for one request are not looked up for the next
-request."""
+"""Block hashes that a step looks up or compares. A waiting request needs about five."""
 
 
 class SharedPrefixes:
-    """Publishes the blocks that planned steps compute, and decides which waiting requests wait for a block."""
-
     def __init__(self, session: Session) -> None:
         self._worker = session.worker
         self._blocks = session.blocks
@@ -40,11 +28,8 @@ class SharedPrefixes:
         self._member = session.member
 
     def planned(self, chunk: Chunk, step: Step) -> None:
-        """Publish the blocks that a planned or grown chunk fills, and mark the blocks of the sequence's remaining known
-        tokens as expected.
-
-        If a chunk has a single token, its block is published when the step is answered, as in steady decodes.
-        """
+        """Publish the blocks that a chunk fills, and expect those of the remaining known tokens. The block of a single
+        token is published when the step is answered."""
         sequence = chunk.sequence
         if chunk.num_tokens > 1 or sequence.is_encoder:
             num_tokens = min(sequence.num_computed_tokens + chunk.num_tokens, sequence.num_tokens)
@@ -53,26 +38,21 @@ class SharedPrefixes:
             self._blocks.cache.expect(sequence)
 
     def taken_back(self, chunks: list[Chunk]) -> None:
-        """Remove the blocks of chunks that were taken out of the step from the prefix cache. No other group may share
-        these blocks (see `is_tied`)."""
+        """Unpublish the blocks of chunks that were taken out of the step. No other group may share the blocks."""
         for chunk in chunks:
             self._blocks.cache.take_back(chunk.sequence)
 
     def is_tied(self, group: SequenceGroup, step: Step) -> bool:
-        """Whether a group and another group share a block that this step fills. Groups that share such a block cannot
-        be removed from the step."""
+        """Whether the group shares a block that this step fills, and so cannot be removed from the step."""
         return bool(step.filled) and self._blocks.shares_any(group, step.filled)
 
     def may_look(self, step: Step) -> bool:
-        """Whether a step may look up the blocks of another waiting group."""
         return step.num_looked_up < MAX_LOOKED_UP
 
     def awaits(self, group: SequenceGroup, step: Step) -> bool:
         """Whether a waiting group waits for a block that another group on this worker will compute.
 
-        If several groups have waited long enough for the same block, one of them gives up in each step. The group that
-        gives up computes the prefix itself. The other groups wait for whichever group computes the block first. Blocks
-        that the group's last lookup found are not looked up again.
+        Of the groups that have waited long enough for a block, one gives up in each step and computes the block itself.
         """
         leader, wait = group.live[0], group.placement.prefix_waits.get(self._worker)
         if step.runs is None:
@@ -82,7 +62,7 @@ class SharedPrefixes:
         if look.awaited is None:
             return False
         has_given_up = look.awaited in step.given_up
-        # A new wait starts if another block is missing, or if another group gave up.
+        # A wait starts anew if another block is missing, or if another group gave up.
         if wait is None or look.first != wait.first or has_given_up:
             if step.backlog is None:
                 step.backlog = self._backlog()
@@ -95,7 +75,7 @@ class SharedPrefixes:
         return False
 
     def _backlog(self) -> int:
-        """Number of known tokens that running sequences have not computed yet."""
+        """Known tokens that running sequences have not computed yet."""
         return sum(
             max(0, sequence.num_tokens - sequence.num_computed_tokens)
             for group in self._groups.running

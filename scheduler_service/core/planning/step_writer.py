@@ -1,8 +1,7 @@
 """Writes a planned step as a `SchedulerOutput`, and updates the sequences in it.
 
-Each fact about a sequence is sent to the worker once. A sequence's first step describes the sequence completely, or as
-a fork of another sequence. Later steps send only new entries of the sequence's block table. Each step also names the
-sequences that left the worker since the step before.
+Each fact about a sequence is sent to the worker once: its description in its first step, and then only new entries of
+its block table.
 """
 
 from scheduler_service.core.groups.sequence import Sequence
@@ -12,8 +11,6 @@ from scheduler_service.core.planning.worker_groups import Session
 
 
 class StepWriter:
-    """Numbers the steps, and records what the worker knows of each sequence."""
-
     def __init__(self, session: Session) -> None:
         self._blocks = session.blocks
         self._groups = session.groups
@@ -21,8 +18,7 @@ class StepWriter:
         self._step_id = 0
 
     def write_nothing(self, step: Step | None = None) -> SchedulerOutput:
-        """Write an empty step. An empty step is written if there is no work, or if the plan of `step` must wait for the
-        worker's answers."""
+        """An empty step, if there is no work, or if the plan of `step` must wait for answers."""
         output = SchedulerOutput(self._step_id + 1)
         if step is not None:
             output.lacking_adapters = [*step.lacking_adapters]
@@ -30,7 +26,7 @@ class StepWriter:
         return output
 
     def write(self, step: Step) -> SchedulerOutput:
-        """Write the step that is sent to the worker. After this call, the tokens of the step count as computed."""
+        """Write the step, whose tokens then count as computed."""
         output = SchedulerOutput(
             self._step_id + 1,
             ignored=step.ignored,
@@ -67,8 +63,7 @@ class StepWriter:
         step.any_last = any_last
 
     def _write_rooms(self, step: Step, output: SchedulerOutput) -> list[ScheduledSequence]:
-        """Write the entries of `step.steady` with room for drafts added. `step.steady` itself does not change, because
-        the next step may repeat it."""
+        """Add the room for drafts to `step.steady`, which does not change, because the next step may repeat it."""
         output.num_draft_tokens = step.rooms
         for sequence, room in step.rooms.items():
             sequence.num_draft_tokens += room
@@ -102,12 +97,10 @@ class StepWriter:
             output.ask_again_at = queue.ask_again_at(step.now)
 
     def _fork_followers(self, leader: Sequence) -> None:
-        """After the leader's prompt is computed, fork the followers that have no blocks. The followers compute their
-        first tokens in later steps.
+        """After the leader's prompt is computed, fork the followers, which compute their first tokens in later steps.
 
-        A follower without output computes the last prompt token itself, because it needs that token's logits, not its
-        keys and values. If the leader has no output yet, every follower computes the last prompt token. If the leader
-        turns out to be late, the worker counts the last prompt token as not computed.
+        A follower without output computes the last prompt token itself, because it needs the token's logits. So does
+        every follower of a leader without output, which may turn out to be late.
         """
         group = leader.group
         if leader.num_computed_tokens < leader.num_prompt_tokens:
@@ -120,8 +113,7 @@ class StepWriter:
                 follower.num_forked_tokens = follower.num_prompt_tokens
 
     def _write_table(self, sequence: Sequence, output: SchedulerOutput) -> None:
-        """Write the parts of a sequence and its block table that the worker does not know. The input of the group's
-        encoder is written first."""
+        """Write what the worker does not know of a sequence and its block table, the encoder's input first."""
         encoder = sequence.group.encoder
         if encoder is not None and encoder is not sequence:
             self._write_table(encoder, output)

@@ -1,4 +1,4 @@
-"""Resumes swapped groups, one after another, while there is room for them."""
+"""Resumes swapped groups, one after another, while there is room, or returns them to the queue for another worker."""
 
 from scheduler_service.core.blocks.manager import AllocStatus
 from scheduler_service.core.groups.sequence import SequenceGroup
@@ -10,8 +10,6 @@ from scheduler_service.core.planning.worker_groups import Session
 
 
 class SwappedPlanner:
-    """Decides which swapped groups resume here, and which return to the queue for another worker."""
-
     def __init__(self, session: Session, running: RunningPlanner, admission: WaitingPlanner) -> None:
         self._config = session.config
         self._waiting = session.waiting
@@ -24,12 +22,9 @@ class SwappedPlanner:
         self._admission = admission
 
     def schedule(self, step: Step, *, are_behind: bool | None = None) -> None:
-        """Resume swapped groups, one after another, while there is room for them.
+        """Resume swapped groups while there is room, and while no waiting group outranks them.
 
-        `are_behind` selects the groups that may resume: True for groups that are behind (`SequenceGroup.is_behind`),
-        False for groups that decode next, None for both. If a waiting group outranks a swapped group, the swapped group
-        resumes later, and leaves its room to the waiting group. A swapped group whose adapter has no free slot is
-        passed over, as in the waiting queue.
+        `are_behind`: True for groups that are behind (`SequenceGroup.is_behind`), False for decodes, None for both.
         """
         groups = self._groups
         for group in list(groups.swapped):
@@ -66,24 +61,16 @@ class SwappedPlanner:
         step.budget.take(num_bytes=swap_bytes(len(pairs)))
 
     def _is_outranked(self, swapped: SequenceGroup, step: Step) -> bool:
-        """Whether the next waiting group is admitted before a swapped group.
-
-        The result is False if the waiting group is a suspect, because a suspect has separate steps. The result is also
-        False if the worker does not hold the waiting group's adapter. The worker may be able to fetch that adapter only
-        after the swapped group has ended.
-        """
+        """Whether the next waiting group is admitted first. A suspect is not, because it has separate steps. A group
+        without its adapter is not: the fetch may have to wait for the swapped group's end."""
         group = step.queue.next if self._admission.admits and self._waiting else None
         if group is None or group.is_suspect or not self._adapters.holds(group.adapter_id):
             return False
         return self._waiting.outranks(group, swapped)
 
     def _move(self, group: SequenceGroup, step: Step) -> bool:
-        """Return a swapped group to the queue, if another worker would compute its tokens again in less time than the
-        group has been swapped out.
-
-        Under this condition for a move, a swapped group waits at most twice as long as necessary. Each move doubles the
-        time that the group must be swapped out before its next move.
-        """
+        """Return a swapped group to the queue if another worker would recompute it in less time than it has been
+        swapped out: so it waits at most twice as long as necessary. The required time doubles with each move."""
         offers = self._balancer.offers(member=self._member, group=group, here=Here.IS_FULL, now=step.now)
         placement = self._balancer.choose(member=self._member, group=group, offers=offers, now=step.now)
         record = group.placement

@@ -16,32 +16,27 @@ from scheduler_service.core.planning.worker_groups import Session
 
 
 class Verdict(enum.Enum):
-    """The decision about the waiting group that is next in a step."""
-
     REJECT = enum.auto()
-    """The group is ended, because it can never fit the worker."""
+    """The group can never fit the worker, and is ended."""
     TAKE = enum.auto()
     MAKE_ROOM = enum.auto()
-    """The group is admitted after running groups that it outranks were preempted."""
+    """The group is admitted after running groups were preempted."""
     PASS = enum.auto()
-    """The group waits for a prefix or an adapter, and the step goes on to the next group of the queue."""
+    """The group waits for a prefix or an adapter; the next group is considered."""
     LEAVE = enum.auto()
-    """The group waits for another worker to take it."""
+    """The group waits for another worker."""
     STOP = enum.auto()
-    """The group waits, and so do all groups behind it."""
+    """The group and all groups behind it wait."""
 
 
 class Decision(NamedTuple):
-    """A verdict about a waiting group, and the data that carrying out the verdict requires."""
-
     verdict: Verdict
     placement: Placement | None = None
-    """The balancer's choice; None if the balancer was not asked."""
+    """The balancer's choice; None if it was not asked."""
     victims: SequenceOf[SequenceGroup] = ()
-    """The running groups to preempt before the group is admitted."""
 
     def placement_of(self, group: SequenceGroup) -> Placement:
-        """The balancer's choice, or the placement on this worker if the balancer was not asked."""
+        """The balancer's choice, or this worker if the balancer was not asked."""
         if self.placement is not None:
             return self.placement
         return Placement(group, PlacementReason.SUSPECT if group.is_suspect else PlacementReason.ALONE)
@@ -65,14 +60,13 @@ class WaitingPlanner:
         self._chunk_sizes = chunk_sizes
         self._preemption = preemption
         self._prefixes = prefixes
-        self._has_reported = False  # whether this call of `schedule` has reported the load to the balancer
+        self._has_reported = False  # whether this call of `schedule` has reported the load
         self.admits = True
 
     # ---- room on this worker
 
     def room_for(self, group: SequenceGroup) -> int | None:
-        """Tokens of a waiting group that are cached or being computed here; None if the next step has no room for the
-        group."""
+        """Tokens of a waiting group that are cached or being computed here; None if the next step has no room."""
         groups = self._groups
         if not self.admits or groups.swapped or groups.suspect is not None:
             return None
@@ -83,10 +77,12 @@ class WaitingPlanner:
         return self._blocks.cache.num_shared_tokens(group.live[0])
 
     def status(self, group: SequenceGroup, budget: SchedulingBudget) -> AllocStatus:
-        """Whether a waiting group fits the worker, and fits the rest of a step's budget."""
+        """Whether a waiting group fits the worker and the rest of a step's budget."""
         if self._never_fits(group):
-            return AllocStatus.NEVER  # checked first, so that no group is preempted for a group that never fits
-        if not budget.num_tokens or group.num_seqs > budget.num_seqs or not self._adapters.has_slot(group):
+            return AllocStatus.NEVER  # checked first: no group is preempted for such a group
+        if not budget.num_tokens or group.num_seqs > budget.num_seqs:
+            return AllocStatus.LATER
+        if group.adapter_id and not self._adapters.has_slot(group):
             return AllocStatus.LATER
         if self._config.is_encoder and len(group.prompt_token_ids) > budget.num_tokens:
             return AllocStatus.LATER  # an encoder model computes a prompt in one step
@@ -102,20 +98,18 @@ class WaitingPlanner:
         )
 
     def _has_encoder_tokens(self, group: SequenceGroup, budget: SchedulingBudget) -> bool:
-        """Whether a step has enough encoder tokens left for a group. A group whose encoder input is cached needs no
-        encoder tokens."""
+        """Whether the budget has the group's encoder tokens, or the encoder's input is cached."""
         return group.num_encoder_tokens <= budget.num_encoder_tokens or self._blocks.cache.has_encoded(group)
 
     def is_time(self, now: float) -> bool:
-        """Whether the waiting group that arrived first has waited long enough for further prompts to join it in a
-        step."""
+        """Whether the oldest waiting group has waited long enough for further prompts to join its step."""
         if not self._waiting or not self._groups.running:
             return True
         return now - self._waiting.earliest_arrival >= self._config.delay_factor * self._in_flight.prompt_seconds
 
     def breaks_plan(self, now: float) -> bool:
-        """Whether the next waiting group ends the steady plan, so that the next step must be planned in full."""
-        if not (self._waiting and self.admits):
+        """Whether the next waiting group ends the steady plan."""
+        if not (self._waiting and self.admits and self._groups.running):
             return False
         if self._config.phase_rule is PhaseRule.SEPARATE and self.is_time(now):
             return True
@@ -128,8 +122,7 @@ class WaitingPlanner:
     # ---- admission
 
     def schedule_sharing(self, step: Step) -> bool:
-        """Admit waiting groups whose missing prefix this step has meanwhile been planned to compute. Returns whether
-        any group waited for a prefix."""
+        """Admit groups whose missing prefix this step now computes. Returns whether any group waited."""
         if not step.queue.sharing:
             return False
         step.queue.look_again()
@@ -138,11 +131,8 @@ class WaitingPlanner:
         return True
 
     def schedule(self, step: Step, suspect: SequenceGroup | None = None) -> None:
-        """Admit waiting groups one after another, or only the `suspect` that is next.
-
-        If groups are swapped out, only waiting groups that outrank the next swapped group are admitted. Because
-        requests age, only a bounded number of waiting groups can overtake a swapped group.
-        """
+        """Admit waiting groups one after another, or only the `suspect` that is next. Before swapped groups, only
+        groups that outrank the next one are admitted; ageing bounds their number."""
         if step.num_preempted:
             return
         self._has_reported = False
@@ -158,7 +148,7 @@ class WaitingPlanner:
                     self._admit(decision.placement_of(group), step)
                 case Verdict.MAKE_ROOM:
                     self._preemption.preempt(decision.victims, step)
-                    # Stop after this group, so that preempted groups are not admitted again at once.
+                    # Preempted groups are not admitted again at once.
                     most = len(step.chunks) + 1
                     self._admit(decision.placement_of(group), step)
                 case Verdict.PASS:
@@ -167,17 +157,15 @@ class WaitingPlanner:
                     placement = decision.placement_of(group)
                     self.leave(placement, step)
                     if placement.reason in (PlacementReason.LOAD, PlacementReason.ROOM):
-                        return  # later groups would be left to other workers too, because this worker has too much work
+                        return  # this worker has too much work for later groups, too
                 case Verdict.STOP:
                     return
 
     def _decide(self, group: SequenceGroup, step: Step, *, is_turn: bool) -> Decision:
-        """The decision about the waiting group that is next. `is_turn`: the group is a suspect, and the step is planned
-        for it alone."""
+        """The decision about the next waiting group. `is_turn`: the step is planned for this suspect alone."""
         if not is_turn and (group.is_suspect or self._yields_to_swapped(group, step)):
-            return Decision(Verdict.STOP)  # A suspect is admitted in a separate step.
-        # A group that waits for a prefix was checked when the wait began. Checking a waiting group again in every step
-        # would cost too much time.
+            return Decision(Verdict.STOP)
+        # A group that waits for a prefix was checked when the wait began.
         if self._worker not in group.placement.prefix_waits and self._never_fits(group):
             return Decision(Verdict.REJECT)
         if not is_turn:
@@ -189,7 +177,7 @@ class WaitingPlanner:
                 return Decision(Verdict.PASS)
         has_choice = not is_turn and self._balancer.has_others(self._member)
         match self.status(group, step.budget):
-            case AllocStatus.NEVER:  # the group waited since an earlier session of the worker, which had more room
+            case AllocStatus.NEVER:  # an earlier session had more room
                 return Decision(Verdict.REJECT)
             case AllocStatus.LATER:
                 return self._decide_without_room(group, step, is_turn=is_turn, has_choice=has_choice)
@@ -203,8 +191,7 @@ class WaitingPlanner:
                 return Decision(Verdict.TAKE if placement.to is None else Verdict.LEAVE, placement)
 
     def _decide_without_room(self, group: SequenceGroup, step: Step, *, is_turn: bool, has_choice: bool) -> Decision:
-        """Decide about a group that this worker has no room for: preempt other groups, leave the group to another
-        worker, pass over it, or stop."""
+        """Preempt other groups, leave the group to another worker, pass over it, or stop."""
         if step.queue.is_at_head and self._may_preempt_for(group, step):
             if has_choice and (elsewhere := self.elsewhere(group, step)) is not None:
                 return Decision(Verdict.LEAVE, elsewhere)
@@ -224,10 +211,7 @@ class WaitingPlanner:
         return swapped is not None and not self._waiting.outranks(group, swapped)
 
     def _may_preempt_for(self, group: SequenceGroup, step: Step) -> bool:
-        """Whether running groups may be preempted for a waiting group.
-
-        Groups of an encoder model are never preempted, because they end after one step.
-        """
+        """Groups of an encoder model are never preempted, because they end after one step."""
         if self._config.is_encoder or not self._adapters.holds(group.adapter_id) or not self.could_make_room(group):
             return False
         return self._has_encoder_tokens(group, step.budget)
@@ -235,15 +219,13 @@ class WaitingPlanner:
     # ---- choices between workers
 
     def here_or_elsewhere(self, group: SequenceGroup, step: Step) -> Placement:
-        """The balancer's choice for a group that this worker has room for: take the group, or leave it to another
-        worker."""
+        """The balancer's choice for a group that this worker has room for."""
         placement = self._choose(group, Here.HAS_ROOM, step)
         assert placement is not None
         return placement
 
     def elsewhere(self, group: SequenceGroup, step: Step) -> Placement | None:
-        """The balancer's choice for a group that this worker has no room for: another worker, or None if no other
-        worker has room."""
+        """Another worker for a group that has no room here; None if there is none."""
         return None if self._balancer.is_overdue(group, step.now) else self._choose(group, Here.IS_FULL, step)
 
     def _choose(self, group: SequenceGroup, here: Here, step: Step) -> Placement | None:
@@ -253,23 +235,18 @@ class WaitingPlanner:
         )
 
     def pass_over(self, group: SequenceGroup, step: Step) -> bool:
-        """Pass over a group whose adapter has no slot on this worker. Returns whether the group was passed over.
-
-        If the budget has no sequence or no token left, no group is passed over, because no later group could start.
-        """
+        """Pass over a group whose adapter has no slot here, unless no later group could start. Returns whether the
+        group was passed over."""
         if self._adapters.has_slot(group) or not (step.budget.num_seqs and step.budget.num_tokens):
             return False
         return self.await_adapter(group, step) or step.queue.pass_slotless(group)
 
     def await_adapter(self, group: SequenceGroup, step: Step) -> bool:
-        """Pass over a group whose adapter this worker does not hold. Returns whether the group was passed over.
-
-        If a worker that holds the adapter is better, the group is left to that worker. If no such worker is better,
-        `step.lacking_adapters` lists the adapter, so that this worker fetches it.
-        """
+        """Pass over a group whose adapter this worker does not hold, and leave it to a better worker or ask for a fetch
+        in `step.lacking_adapters`. Returns whether the group was passed over."""
         if self._adapters.holds(group.adapter_id):
             return False
-        # The balancer is asked once for each adapter, because its choice is the same for all groups with this adapter.
+        # The balancer's choice is the same for all groups with this adapter.
         if group.adapter_id not in step.lacking_adapters:
             if not self._balancer.is_overdue(group, step.now):
                 placement = self._choose(group, Here.LACKS_ADAPTER, step)
@@ -279,7 +256,7 @@ class WaitingPlanner:
         return self._adapters.can_come(group.adapter_id) and step.queue.pass_awaiting(group)
 
     def leave(self, placement: Placement, step: Step) -> bool:
-        """Leave a group in the queue if the placement names another worker. Returns whether the group was left."""
+        """Leave a group in the queue if the placement names another worker. Returns whether it was left."""
         if placement.to is None:
             return False
         step.queue.leave(placement)
@@ -312,12 +289,10 @@ class WaitingPlanner:
     # ---- reports to the balancer
 
     def set_admission(self, admits: bool) -> None:
-        """Admit waiting groups from now on, or admit none while the worker is drained."""
         self.admits = admits
         self._report(self._member.backlog, self._member.num_seqs)
 
     def report(self, step: Step) -> None:
-        """Report the worker's load to the balancer, as of this step."""
         backlog = 0
         for group in step.prompts:
             if group in self._groups.running:

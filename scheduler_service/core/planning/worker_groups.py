@@ -1,10 +1,6 @@
 """The groups in one worker's session: how they are admitted, swapped, returned to the queue, and ended.
 
-A group runs on this worker, is swapped out on this worker, or waits in the shared queue. If a sequence ends for any
-reason, its blocks are freed. Other modules decide which group is admitted, swapped or preempted.
-
-`StepsInFlight` contains the steps that the worker has not answered. `Session` contains everything that the planners of
-a worker share.
+Other modules decide which group is admitted, swapped or preempted. `Session` is what a worker's planners share.
 """
 
 import itertools
@@ -24,11 +20,8 @@ from scheduler_service.core.queues.waiting_queue import WaitingQueue
 
 
 class StepsInFlight:
-    """The steps that a worker received and has not answered, and the time of its last answer.
-
-    `outputs` are the steps that the worker has not answered, the oldest first. `prompt_seconds` is the duration of the
-    last step that computed only prompts.
-    """
+    """The steps that a worker has not answered, the oldest first. `prompt_seconds`: duration of the last step of
+    prompts alone."""
 
     __slots__ = ("answered_at", "outputs", "prompt_seconds")
 
@@ -39,8 +32,7 @@ class StepsInFlight:
 
     @property
     def began_at(self) -> float:
-        """The time when the worker could begin the oldest step in flight: this step had been sent, and the step before
-        had been answered."""
+        """Time when the worker could begin the oldest step: it had been sent, and the step before answered."""
         return max(self.outputs[0].planned_at, self.answered_at)
 
     @property
@@ -48,22 +40,23 @@ class StepsInFlight:
         return sum(output.num_tokens for output in self.outputs)
 
     def drop(self, sequences: Iterable[Sequence]) -> None:
-        """Note that sequences leave the worker, so that answers to steps in flight do not apply to them."""
+        """Note that answers to steps in flight do not apply to these sequences."""
         for output in self.outputs:
             output.dropped.update(sequences)
 
     def answer(self, output: SchedulerOutput, answer: ModelOutput, now: float) -> float:
-        """Remove the oldest step in flight, and return its duration in seconds. Raises ValueError if `answer` does not
-        answer the step `output`."""
+        """Remove the oldest step, and return its seconds. Raises ValueError if `answer` does not answer `output`."""
         if not self.outputs or self.outputs[0] is not output:
-            raise ValueError(f"step {output.step_id} is not the oldest without an answer")
+            raise ValueError(f"step {output.step_id} is not the oldest unanswered step")
         if answer.step_id != output.step_id:
             raise ValueError(f"the worker answered step {answer.step_id} instead of step {output.step_id}")
         if len(answer.num_tokens or answer.token_ids) != output.num_samples:
             raise ValueError(f"the worker returned {len(answer.token_ids)} tokens for {output.num_samples} samples")
         for numbers in (answer.num_draft_tokens, answer.num_draft_tokens_wanted):
             if numbers and len(numbers) != output.num_samples:
-                raise ValueError(f"the worker counted drafts of {len(numbers)} samples of {output.num_samples}")
+                raise ValueError(
+                    f"the worker counted drafts of {len(numbers)} samples, and the step has {output.num_samples}"
+                )
         seconds = now - self.began_at
         self.outputs.popleft()
         self.answered_at = now
@@ -73,17 +66,13 @@ class StepsInFlight:
 
 
 def groups_in(output: SchedulerOutput) -> dict[SequenceGroup, None]:
-    """The groups that compute tokens in a step, including groups that have left the worker since the step was
-    planned."""
+    """The groups that compute tokens in a step, even if they have left the worker since."""
     return dict.fromkeys(sequence.group for sequence, _, _ in output.scheduled)
 
 
 class WorkerGroups:
-    """The running and swapped groups of one worker, and the sequences that left since the last step was sent.
-
-    `running` is in the order of admission. The first group of `swapped` resumes first. `accused` contains the running
-    groups that were in flight when a worker was lost.
-    """
+    """The running and swapped groups of one worker. `accused` are running groups that were in flight when a worker was
+    lost."""
 
     def __init__(
         self,
@@ -98,37 +87,33 @@ class WorkerGroups:
         self._blocks = blocks
         self._in_flight = in_flight
         self._adapters = adapters
-        self.running: dict[SequenceGroup, None] = {}
-        self.num_running_seqs = 0  # sequences of all running groups, counted as in a budget
-        self.swapped: OrderedDict[SequenceGroup, None] = OrderedDict()
+        self.running: dict[SequenceGroup, None] = {}  # in the order of admission
+        self.num_running_seqs = 0  # counted as in a budget
+        self.swapped: OrderedDict[SequenceGroup, None] = OrderedDict()  # the first resumes first
         self.accused: dict[SequenceGroup, None] = {}
         self._by_id: dict[str, SequenceGroup] = {}  # running and swapped groups
         self._sequence_ids = itertools.count(1)
-        self._finished: list[Sequence] = []  # finished sequences that no step has named to the worker yet
+        self._finished: list[Sequence] = []  # not yet named to the worker
         self._preempted: list[int] = []
 
     @property
     def has_work(self) -> bool:
-        """Whether a group runs or is swapped out on this worker, or the next step must tell the worker that a sequence
-        left."""
+        """Whether a group is on this worker, or the next step must tell the worker that a sequence left."""
         return bool(self.running or self.swapped or self._finished or self._preempted)
 
     @property
     def suspect(self) -> SequenceGroup | None:
-        """The running suspect, which is scheduled alone; None if no suspect runs. At most one suspect runs, because a
-        suspect is admitted only if no other group runs."""
+        """The running suspect. At most one runs, because a suspect is admitted only if no other group runs."""
         return next((group for group in self.accused if group.is_suspect), None) if self.accused else None
 
     def find(self, request_id: str) -> SequenceGroup | None:
-        """The group with this id, if it is on this worker or waits."""
         return self._by_id.get(request_id) or self._waiting.get(request_id)
 
     def new_sequence_id(self) -> int:
         return next(self._sequence_ids)
 
     def departures(self) -> tuple[list[int], list[int]]:
-        """Ids of finished sequences and of preempted sequences that the worker still knows. Each id is returned by one
-        call only."""
+        """Ids of finished and of preempted sequences that the worker still knows; each is returned once."""
         departures = [sequence.id for sequence in self._finished], self._preempted
         for sequence in self._finished:
             sequence.is_known = False
@@ -138,7 +123,6 @@ class WorkerGroups:
     # ---- admission, swaps and returns
 
     def admit(self, group: SequenceGroup) -> None:
-        """Take a waiting group out of the queue, and start to run it."""
         self._waiting.remove(group.request_id)
         if group.encoder is not None:
             group.encoder.id = self.new_sequence_id()
@@ -146,13 +130,13 @@ class WorkerGroups:
             sequence.id = self.new_sequence_id()
             sequence.max_num_tokens = group.max_num_tokens(self._blocks.sizes.max_sequence_tokens)
         self._blocks.allocate(group.live[0])
-        self._adapters.came(group)
+        if group.adapter_id:
+            self._adapters.came(group.adapter_id)
         self._start_running(group)
         self._by_id[group.request_id] = group
 
     def swap_out(self, group: SequenceGroup, now: float) -> list[tuple[int, int]]:
-        """Swap out a running group, and place it first among the swapped groups. Returns the pairs of device block and
-        host block to copy."""
+        """Swap out a running group, which resumes first. Returns the pairs of device and host block to copy."""
         pairs = self._blocks.swap_out(group)
         self._stop_running(group)
         self.swapped[group] = None
@@ -163,20 +147,18 @@ class WorkerGroups:
         return pairs
 
     def swap_in(self, group: SequenceGroup) -> list[tuple[int, int]]:
-        """Resume a swapped group. Returns the pairs of host block and device block to copy."""
+        """Resume a swapped group. Returns the pairs of host and device block to copy."""
         pairs = self._blocks.swap_in(group)
         del self.swapped[group]
         self._start_running(group)
         return pairs
 
     def give_back(self, group: SequenceGroup) -> None:
-        """Return a group to the head of the queue. The group will be new to the worker that takes it next."""
         self._preempted.extend(sequence.id for sequence in group.with_tables if sequence.is_known)
         self._release(group)
         self._waiting.put_back([group])
 
     def give_all_back(self) -> list[SequenceGroup]:
-        """Return all groups to the head of the queue, because the worker is gone."""
         groups = [*self.running, *self.swapped]
         for group in groups:
             self._release(group)
@@ -195,7 +177,8 @@ class WorkerGroups:
         if group in self.running:
             self._stop_running(group)
         self.swapped.pop(group, None)
-        self._adapters.left(group)
+        if group.adapter_id:
+            self._adapters.left(group.adapter_id)
         del self._by_id[group.request_id]
 
     def _start_running(self, group: SequenceGroup) -> None:
@@ -203,7 +186,8 @@ class WorkerGroups:
             sequence.status = SequenceStatus.RUNNING
         self.running[group] = None
         self.num_running_seqs += group.num_seqs
-        self._adapters.started(group)
+        if group.adapter_id:
+            self._adapters.started(group.adapter_id)
         if group.suspicion is not None:
             self.accused[group] = None
 
@@ -211,12 +195,12 @@ class WorkerGroups:
         del self.running[group]
         self.accused.pop(group, None)
         self.num_running_seqs -= group.num_seqs
-        self._adapters.stopped(group)
+        if group.adapter_id:
+            self._adapters.stopped(group.adapter_id)
 
     # ---- ends of sequences
 
     def finish_sequence(self, sequence: Sequence, status: SequenceStatus) -> None:
-        """End one sequence and free its blocks. Does nothing if the sequence has ended already."""
         if sequence.status.is_finished:
             return
         group = sequence.group
@@ -230,7 +214,8 @@ class WorkerGroups:
             if group.request_id in self._by_id:
                 self._forget(group)
             self._waiting.end(group.request_id)
-            self._adapters.ended()
+            if group.adapter_id:
+                self._adapters.ended()
 
     def _leave_worker(self, sequence: Sequence) -> None:
         self._blocks.free(sequence)
@@ -238,14 +223,12 @@ class WorkerGroups:
             self._finished.append(sequence)
 
     def finish(self, group: SequenceGroup, status: SequenceStatus, error: str | None = None) -> None:
-        """End all sequences of a group that is on this worker or waits. `error` is a sentence for the client."""
         if error is not None:
             group.error = error
         for sequence in group.live:
             self.finish_sequence(sequence, status)
 
     def ignore(self, group: SequenceGroup) -> None:
-        """End a group that does not fit the worker, with an error for the client."""
         config = self._config
         error = (
             f"the request's {group.num_seqs} sequence(s) of up to "
@@ -258,16 +241,12 @@ class WorkerGroups:
 
 
 def _with_encoder(group: SequenceGroup) -> str:
-    return f" and the {group.num_encoder_tokens} that their encoder reads" if group.encoder is not None else ""
+    return f" and {group.num_encoder_tokens} encoder tokens" if group.encoder is not None else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One session of a worker, from its first step to its loss.
-
-    The schedulers of all workers share `waiting` and `balancer`. All other fields of a `Session` belong to its worker
-    only.
-    """
+    """One session of a worker. The schedulers of all workers share `waiting` and `balancer`."""
 
     config: SchedulerConfig
     worker: str

@@ -1,4 +1,1 @@
-"""Decides the order of waiting requests, and which running group is preempted. `placement` chooses the worker.
-
-Each policy is a class in a separate file. `fair_queue` counts the service of each tenant.
-"""
+"""The order of waiting requests, and the running group that is preempted, by policy."""

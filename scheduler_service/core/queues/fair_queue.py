@@ -1,12 +1,11 @@
-"""Shares service among tenants by virtual token counters.
+"""Shares service among tenants by virtual token counters (Sheng et al., "Fairness in Serving Large Language Models",
+OSDI 2024).
 
-The method is that of Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024. A tenant's counter is the
-service that the tenant received, divided by the tenant's weight. A prompt token counts as 1, an output token as 2. The
-tenant with the lowest counter is next. The requests of one tenant are served first come, first served.
+A tenant's counter is the service that the tenant received, divided by the tenant's weight. The tenant with the lowest
+counter is next, and a tenant's requests are served first come, first served.
 
-If a tenant returns after a pause without waiting requests, the tenant's counter is raised to the lowest counter of the
-waiting tenants. If no tenant waits, the returning tenant's counter is raised to the counter of the tenant that waited
-last. Because the counters of returning tenants are raised, a tenant saves up no service while it is idle.
+A returning tenant's counter is raised to the lowest counter of the waiting tenants, or to that of the tenant that
+waited last. A tenant therefore saves up no service while it is idle.
 """
 
 import heapq
@@ -20,25 +19,24 @@ from scheduler_service.core.queues.waiting_queue import MAX_STALE, WaitingQueue,
 
 PROMPT_TOKEN_COST = 1.0
 OUTPUT_TOKEN_COST = 2.0
-# Maximum number of counters that are kept for tenants without waiting requests, because clients can invent names of
-# tenants.
+# Counters that are kept for tenants without waiting requests, because clients can invent tenants.
 MAX_IDLE_TENANTS = 4096
 
 
 class FairQueue(WaitingQueue):
-    """A queue for each tenant, and a heap of tenants. The tenants' counters only grow, so a stale heap entry is renewed
-    when it reaches the top of the heap."""
+    """A queue for each tenant, and a heap of tenants. Counters only grow, so stale heap entries are renewed at the
+    top."""
 
     charges = True
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         super().__init__()
-        self._weights = {} if weights is None else weights  # callers may change the weights later
+        self._weights = {} if weights is None else weights  # callers may change them later
         self._tenants: dict[str, OrderedDict[str, SequenceGroup]] = {}
         self._heap: list[tuple[float, str]] = []
         self._in_heap: set[str] = set()
         self.counters: dict[str, float] = {}
-        self._last_tenant = ""  # tenant of the last group that left the queue
+        self._last_tenant = ""  # of the last group that left the queue
 
     def append(self, group: SequenceGroup) -> None:
         super().append(group)
@@ -66,8 +64,7 @@ class FairQueue(WaitingQueue):
         equals: bool = True,  # noqa: ARG002
         without: Collection[str] = (),
     ) -> list[SequenceGroup]:
-        """The next groups, tenant by tenant, from the least served tenant on. A tenant whose groups are passed over
-        stays first in this order."""
+        """The next groups, tenant by tenant, from the least served tenant on."""
         tenants: list[str] = []
         groups: list[SequenceGroup] = []
         while self._heap and len(groups) < most and len(tenants) < len(self._tenants):
@@ -87,7 +84,7 @@ class FairQueue(WaitingQueue):
             queue = self._tenants[group.tenant]
             del queue[request_id]
             if not queue:
-                del self._tenants[group.tenant]  # the tenant's heap entry is skipped when it reaches the top
+                del self._tenants[group.tenant]  # its heap entry is skipped at the top
 
     def charge(self, group: SequenceGroup, num_prompt_tokens: int, num_output_tokens: int) -> None:
         cost = PROMPT_TOKEN_COST * num_prompt_tokens + OUTPUT_TOKEN_COST * num_output_tokens
@@ -115,8 +112,7 @@ class FairQueue(WaitingQueue):
             self._in_heap = set(self._tenants)
 
     def _forget_idle_tenants(self, lowest: float) -> None:
-        """Drop the counters of idle tenants that would be raised to the lowest counter anyway. If too many counters of
-        idle tenants remain, only the highest counters are kept."""
+        """Drop counters of idle tenants that would be raised anyway and, if there are too many, the lowest others."""
         ahead = sorted((c, t) for t, c in self.counters.items() if t not in self._tenants and c > lowest)
         kept = {t: c for c, t in ahead[-MAX_IDLE_TENANTS // 2 :]}
         self.counters = {t: self.counters[t] for t in self._tenants} | kept

@@ -8,7 +8,7 @@ POLICIES = ("fcfs", "priority", "fair")
 
 
 def waiting_queue(policy: str, overtakes: int = 64, tenant_weights: Mapping[str, float] | None = None) -> WaitingQueue:
-    """An empty queue. Raises ValueError if no policy has this name."""
+    """Raises ValueError if no policy has this name."""
     match policy:
         case "fcfs":
             return WaitingQueue()

@@ -1,9 +1,8 @@
 """Lower priority numbers run first, and ageing limits how often a request is overtaken.
 
-A later request of a better priority can overtake a waiting request. For each level of difference between the two
-priorities, only the next `overtakes` arrivals after the waiting request can overtake it. All requests age at the same
-speed, so the order of two requests never changes. Requests are sorted by a number that is fixed at arrival: priority x
-overtakes + arrival number. If this number is equal for two requests, the older request goes first.
+For each level of difference in priority, only the next `overtakes` arrivals can overtake a waiting request. All
+requests age at the same speed, so their order is fixed at arrival: priority x overtakes + arrival number, the older
+first.
 """
 
 from collections.abc import Collection
@@ -14,7 +13,7 @@ from scheduler_service.core.queues.waiting_queue import GroupHeap, WaitingQueue
 
 
 class PriorityQueue(WaitingQueue):
-    """A waiting queue that is sorted by priority and age. Appending and removing take O(log n)."""
+    """Appending and removing take O(log n)."""
 
     def __init__(self, overtakes: int = 64) -> None:
         super().__init__()
@@ -38,7 +37,7 @@ class PriorityQueue(WaitingQueue):
         return self._ranks.first
 
     def upcoming(self, most: int, *, equals: bool = True, without: Collection[str] = ()) -> list[SequenceGroup]:
-        """The next groups in order. With `equals`, the list ends before the first group of another priority."""
+        """With `equals`, the list ends before the first group of another priority."""
         groups: list[SequenceGroup] = []
         if without:
             return groups
@@ -51,11 +50,9 @@ class PriorityQueue(WaitingQueue):
         return groups
 
     def victim(self, running: dict[SequenceGroup, None]) -> SequenceGroup:
-        """The running group that ranks last. The ranks of two groups never change, so the two cannot preempt each other
-        for ever."""
+        """The running group that ranks last. Ranks never change, so two groups cannot preempt each other for ever."""
         return max(running, key=lambda group: group.rank)
 
     def outranks(self, waiting: SequenceGroup, running: SequenceGroup) -> bool:
-        """Whether the waiting group has a better priority, and the running group's age does not make up for the
-        difference."""
+        """Whether the waiting group has a better priority that the running group's age does not make up for."""
         return waiting.priority < running.priority and waiting.rank < running.rank

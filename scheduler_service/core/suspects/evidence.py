@@ -7,15 +7,12 @@ from scheduler_service.core.outputs import SchedulerOutput
 from scheduler_service.core.planning.worker_groups import Session, groups_in
 from scheduler_service.core.suspects import rule
 
-# A worker counts as failed if a step takes MAX_OVERDUE times its expected time and at least OVERDUE_SECONDS. A failed
-# worker may count as lost much later, but its time after the failure is not serving time.
+# A step that takes MAX_OVERDUE times its expected time and OVERDUE_SECONDS has failed; later time is not serving time.
 MAX_OVERDUE = 4
 OVERDUE_SECONDS = 1.0
 
 
 class Evidence:
-    """Counts a session's seconds in favour of the requests in flight, and the session's loss against these requests."""
-
     def __init__(self, session: Session) -> None:
         self._worker = session.worker
         self._member = session.member
@@ -24,12 +21,10 @@ class Evidence:
         self._in_flight = session.in_flight
 
     def join(self, now: float) -> None:
-        """Note that the worker's session begins."""
         self._balancer.background.join(now)
 
     def answered(self, output: SchedulerOutput, seconds: float) -> None:
-        """Count the seconds of an answered step for the accused requests in the step. A request is accused if it was in
-        flight when a worker was lost."""
+        """Count the seconds of an answered step for the accused requests in it."""
         in_step = groups_in(output)
         for group in self._groups.accused:
             if group in in_step:
@@ -37,12 +32,10 @@ class Evidence:
                 group.suspicion.run(max(0.0, seconds), alone=len(in_step) == 1)
 
     def lost(self, now: float, *, blames: bool) -> list[SequenceGroup]:
-        """Judge the requests that were in flight when the worker was lost. Returns a list with the group that was ended
-        as the cause of the loss, or an empty list.
+        """Judge the requests in flight if `blames`, even those that were preempted since. Returns the groups that were
+        ended.
 
-        If `blames` is true, the loss counts against the requests of all steps in flight, including requests that were
-        preempted since. Requests that have ended, or are on another worker now, are not judged. While there are other
-        workers, no group is ended for the losses of a single worker.
+        While there are other workers, the losses of a single worker end no group.
         """
         outputs = self._in_flight.outputs
         seconds = self._seconds_in_flight(now)
@@ -68,7 +61,7 @@ class Evidence:
         return ended
 
     def _seconds_in_flight(self, now: float) -> float:
-        """If the worker is lost now, the seconds that it may have computed its steps in flight; see MAX_OVERDUE."""
+        """Seconds that a worker that is lost now may have computed its steps; see MAX_OVERDUE."""
         if not self._in_flight.outputs:
             return 0.0
         expected = self._balancer.times.seconds(self._in_flight.num_tokens)

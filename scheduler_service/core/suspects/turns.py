@@ -1,26 +1,22 @@
-"""Gives a suspect separate steps, and decides when these steps are planned.
+"""Gives a suspect separate steps, so that the streams of other requests go on, and decides when.
 
-If a request causes the loss of workers, the streams of other requests must go on. A request that was in flight in two
-consecutive worker losses is a suspect. A suspect is scheduled alone, with no other request in flight, until it has
-gained a token. After further losses, a suspect must gain more tokens before it runs with other requests again. A
-suspect is ended if its losses cannot be coincidence: see rule.py. A worker can also be the cause of its losses. If
-there is a worker that was not lost with the suspect, the suspect runs there before it is ended.
+A request that was in flight in two consecutive worker losses is a suspect, and runs alone until it has gained a token.
+After further losses it must gain more tokens. If there is a worker that was not lost with the suspect, the suspect runs
+there before it is ended, because a worker can be the cause, too.
 """
 
 from scheduler_service.core.blocks.manager import AllocStatus
 from scheduler_service.core.groups.sequence import SequenceGroup
 from scheduler_service.core.placement.choice import Placement, PlacementReason
-from scheduler_service.core.planning.queue_view import MAX_LEFT
 from scheduler_service.core.planning.running import RunningPlanner
 from scheduler_service.core.planning.step import SchedulingBudget, Step
 from scheduler_service.core.planning.waiting import WaitingPlanner
 from scheduler_service.core.planning.worker_groups import Session
+from scheduler_service.core.queues.waiting_queue import MAX_LEFT
 from scheduler_service.core.suspects import rule
 
 
 class SuspectTurns:
-    """Decides which suspect is next, and plans its step."""
-
     def __init__(self, session: Session, running: RunningPlanner, admission: WaitingPlanner) -> None:
         self._worker = session.worker
         self._waiting = session.waiting
@@ -32,8 +28,7 @@ class SuspectTurns:
         self._admission = admission
 
     def next(self, step: Step) -> SequenceGroup | None:
-        """The suspect that runs on this worker. If no suspect runs, the result is the first waiting suspect that is not
-        left to another worker, or None."""
+        """The running suspect, or the first waiting suspect that is not left to another worker."""
         if self._groups.accused and (running := self._groups.suspect) is not None:
             return running
         if not (self._admission.admits and self._waiting and self._waiting.head.is_suspect):
@@ -46,7 +41,7 @@ class SuspectTurns:
         return None
 
     def schedule(self, suspect: SequenceGroup, step: Step) -> bool:
-        """Plan a step for a suspect alone. Returns whether the step has room for the suspect."""
+        """Plan a step for a suspect alone. Returns whether the step has room."""
         if suspect in self._groups.running:
             step.prompts.append(suspect)
             self._running.schedule_one(suspect, step)
@@ -55,7 +50,7 @@ class SuspectTurns:
         return bool(step.chunks)
 
     def _hold(self, suspect: SequenceGroup, step: Step) -> bool:
-        """Let a suspect wait if a further loss would prove nothing yet. Returns whether the suspect must wait."""
+        """Let a suspect wait if a further loss would prove nothing yet. Returns whether it must wait."""
         if (suspicion := suspect.suspicion) is None:
             return False
         background = self._balancer.background
@@ -65,11 +60,9 @@ class SuspectTurns:
         return missing > 0.0
 
     def _leave(self, suspect: SequenceGroup, step: Step) -> bool:
-        """Leave a suspect to a worker that is better, or on which a loss would prove more. Returns whether the suspect
-        is left."""
+        """Leave a suspect to a better worker, or one where a loss would prove more. Returns whether it is left."""
         if (placement := self._untried(suspect)) is not None:
-            # A suspect waits for such a worker without a time limit: after losses on one worker only, request and
-            # worker are equally suspect.
+            # No time limit: after losses on one worker only, request and worker are equally suspect.
             self._balancer.num_left[placement.reason] += 1
             step.queue.leave(placement)
             return True
@@ -82,13 +75,8 @@ class SuspectTurns:
         return placement is not None and self._admission.leave(placement, step)
 
     def _untried(self, suspect: SequenceGroup) -> Placement | None:
-        """The placement of a suspect on a worker where a loss would prove more than here; None if there is no such
-        worker.
-
-        A loss proves most on a worker that was never lost with the suspect. If all workers were lost with the suspect,
-        a loss proves more on a worker that was not lost last. After losses of several workers, no single worker can be
-        the only cause.
-        """
+        """The placement on a worker where a loss would prove more than here: never lost with the suspect, or else not
+        lost last. After losses of several workers, no single worker can be the only cause."""
         suspicion = suspect.suspicion
         if suspicion is None or not (most := suspicion.reluctance(self._worker)):
             return None
@@ -101,8 +89,7 @@ class SuspectTurns:
         return Placement(suspect, PlacementReason.SUSPECT, to=to, num_overtaken=suspect.placement.num_overtaken)
 
     def _can_start(self, suspect: SequenceGroup, step: Step) -> bool:
-        """Whether a waiting suspect would start in a separate step. A suspect that would not start delays no other
-        group."""
+        """Whether a waiting suspect would start in a separate step. Otherwise it delays no other group."""
         left = step.budget
         budget = SchedulingBudget(left.num_tokens, left.num_seqs, left.num_bytes, left.num_encoder_tokens)
         budget.take(num_seqs=self._groups.num_running_seqs)

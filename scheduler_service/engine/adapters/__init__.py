@@ -1,1 +1,1 @@
-"""LoRA adapters: their files, and the delivery of copies to each worker (`adapter_fetcher`)."""
+"""LoRA adapters: their files, and the copies on each worker (`adapter_fetcher`)."""

@@ -1,4 +1,4 @@
-"""Finished requests and their tokens, by adapter."""
+"""Counts of finished requests, by adapter."""
 
 from collections import Counter
 
@@ -9,11 +9,7 @@ OTHERS = "(others)"
 
 
 class AdapterCounts:
-    """Finished requests and their tokens, by adapter name.
-
-    The first MAX_COUNTED adapter names have a counter each. All later names share one counter, because a name is a
-    metrics label, and labels are never removed.
-    """
+    """Names after the first MAX_COUNTED share one counter: labels of metrics are never removed."""
 
     def __init__(self) -> None:
         self.num_requests: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Reads an adapter's files from PEFT's folder, copies the files, and sends them to a worker."""
+"""Copies an adapter's files from PEFT's folder, and sends the copy to a worker."""
 
 import asyncio
 import hashlib
@@ -20,14 +20,12 @@ NAME = re.compile(r"(?!\.+$)[\w.@:-]{1,128}")
 
 
 class CopyLostError(Exception):
-    """An adapter's copy can no longer be read. The exception's text is the reason."""
+    """An adapter's copy cannot be read."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """A copy of an adapter's folder in PEFT's format. Because of the copy, a change in the adapter's folder does not
-    affect requests in flight.
-    """
+    """A copy of an adapter's folder; changes of the folder do not affect requests in flight."""
 
     name: str
     fingerprint: str
@@ -36,12 +34,12 @@ class Adapter:
     num_bytes: int
 
     def kept(self) -> "Adapter":
-        """Move the adapter's copy to a path that equal copies share, so that one copy is kept. Returns the adapter."""
+        """The adapter, moved to a path that equal copies share."""
         return replace(self, weights=self.weights.replace(self.weights.with_name(self.fingerprint)))
 
 
 def read_adapter(name: str, folder: Path, copies: Path) -> Adapter:
-    """Copy an adapter's folder into a new folder below the folder for copies. Raises ValueError."""
+    """Raises ValueError."""
     if not NAME.fullmatch(name):
         raise ValueError(f"{name[:200]!r} cannot name an adapter: 1 to 128 letters, digits and . _ @ : -")
     try:
@@ -72,7 +70,7 @@ def read_adapter(name: str, folder: Path, copies: Path) -> Adapter:
 
 
 async def hand_over(client: WorkerClient, adapter: Adapter) -> None:
-    """Send an adapter. Raises CopyLostError, and the errors of `WorkerClient.load_adapter`."""
+    """Raises CopyLostError, and the errors of `WorkerClient.load_adapter`."""
     try:
         await client.load_adapter(_pieces_of(adapter))
     except OSError as error:
@@ -87,7 +85,7 @@ async def _pieces_of(adapter: Adapter) -> AsyncIterator[worker_pb.TakeAdapterReq
 
 
 def configured_folders(named: Sequence[str], folder: Path | None) -> Sequence[tuple[str, Path]]:
-    """The names and folders of the adapters that --lora-modules and --lora-dir name. Raises ValueError."""
+    """Names and folders from --lora-modules and --lora-dir. Raises ValueError."""
     found = []
     for item in named:
         name, is_pair, place = item.partition("=")

@@ -1,4 +1,4 @@
-"""Loads and unloads adapters for operators, and gives up adapters that no worker can use."""
+"""Operators' loading and unloading of adapters, and the end of adapters that no worker can use."""
 
 import asyncio
 import weakref
@@ -14,40 +14,27 @@ from scheduler_service.engine.adapters.adapter_fetcher import AdapterFetcher
 from scheduler_service.engine.adapters.adapter_files import Adapter, CopyLostError, hand_over
 from scheduler_service.engine.adapters.catalogue import Catalogue
 from scheduler_service.engine.calls.requests import Requests
-from scheduler_service.engine.worker_link.client import (
-    AdapterFailedError,
-    AdapterRefusedError,
-    WorkerClient,
-    WorkerError,
-)
+from scheduler_service.engine.worker_link.client import WorkerClient
+from scheduler_service.engine.worker_link.errors import AdapterFailedError, AdapterRefusedError, WorkerError
 from scheduler_service.engine.worker_link.limits import num_places
-from scheduler_service.engine.workers.worker import Worker
-from scheduler_service.engine.workers.workers import Workers
+from scheduler_service.engine.workers import Worker, Workers
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.wire.codec import WorkerInfo
 
 log = structlog.get_logger()
 
 MAX_HELD = 4096
-"""Maximum number of adapters that a worker may report as held before its session. The limit is needed because a faulty
-worker may report any number.
-"""
+"""Adapters that a faulty worker may report before its session."""
 
 
 class Adapters:
-    """Loads and unloads the adapters of `catalogue`, and gives up adapters that no worker can use.
-
-    Fetchers send adapters to workers while steps run, as long as a worker has places for adapters.
-    """
-
     def __init__(self, settings: SchedulerSettings, requests: Requests, workers: Workers) -> None:
-        """Read the adapters that the settings name. Raises StartError."""
+        """Raises StartError."""
         self.catalogue = Catalogue(settings)
         self.counts = AdapterCounts()
         self.fetchers: list[AdapterFetcher] = []
-        """The fetchers of open sessions."""
         self.when_changed: Callable[[], None] = lambda: None
-        """Callback that is called when an adapter's name was added or removed."""
+        """Called when an adapter's name was added or removed."""
         self._requests = requests
         self._workers = workers
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()  # by name
@@ -55,10 +42,8 @@ class Adapters:
     # ---- calls of operators
 
     async def load(self, name: str) -> Adapter:
-        """Let requests name an adapter of --lora-dir. The adapter replaces another adapter of the same name.
-
-        Raises RequestError, for example if a worker cannot use the adapter. After a failed call, requests can name the
-        same adapters as before.
+        """Let requests name an adapter of --lora-dir, in place of another of that name. After RequestError, all names
+        stay.
         """
         catalogue, folder = self.catalogue, self.catalogue.folder_of(name)
         async with self._lock(name):
@@ -88,15 +73,11 @@ class Adapters:
         return adapter
 
     def _lock(self, name: str) -> asyncio.Lock:
-        """The lock of an adapter's name. The lock makes operators' calls for the same name run one after the other."""
+        """Makes operators' calls for one name run one after the other."""
         return self._locks.setdefault(name, asyncio.Lock())
 
     async def _bring(self, adapter: Adapter) -> None:
-        """Send the adapter to all serving workers that have a place for an adapter. Each worker checks whether it can
-        use the adapter.
-
-        Raises RequestError if a worker cannot use the adapter, or if no worker has a place.
-        """
+        """Raises RequestError if a worker cannot use the adapter, or no worker has a place."""
         fetchers = list(self.fetchers)
         taking = [fetcher.take(adapter.fingerprint) for fetcher in fetchers]
         found = await asyncio.gather(*taking, return_exceptions=True)
@@ -119,7 +100,7 @@ class Adapters:
             )
 
     async def unload(self, name: str) -> None:
-        """Remove the name of an adapter. Requests in flight continue to use the adapter. Raises NOT_FOUND."""
+        """Remove a name; requests in flight keep the adapter. Raises NOT_FOUND."""
         async with self._lock(name):
             self.catalogue.find(name)
             self._leave(self.catalogue.named.pop(name))
@@ -133,9 +114,7 @@ class Adapters:
             self.released(adapter.fingerprint)
 
     def released(self, fingerprint: str) -> None:
-        """Called when a request of the adapter has ended. Remove the adapter's copy if no name and no other request
-        refers to the adapter.
-        """
+        """Remove an adapter's copy after its last request, if it has no name."""
         leaving = self.catalogue.leaving
         adapter = leaving.get(fingerprint)
         if adapter is None or self._requests.uses_adapter(fingerprint):
@@ -158,26 +137,19 @@ class Adapters:
     # ---- calls of the workers' sessions
 
     def begin(self, worker: Worker, scheduler: Scheduler, held: Sequence[str]) -> AdapterFetcher:
-        """Create the fetcher of a new session. `held` are the adapters that the worker holds before the session. Call
-        `end` after the session.
-        """
-        fetcher = AdapterFetcher(
-            self.catalogue, worker.client, scheduler, worker.in_flight, worker.fetch_counts, self._fetched
-        )
+        """The fetcher of a new session, until `end`. `held`: adapters on the worker before the session."""
+        fetcher = AdapterFetcher(self.catalogue, worker, scheduler, self._fetched)
         fetcher.begin(held)
         self.fetchers.append(fetcher)
         return fetcher
 
     def end(self, fetcher: AdapterFetcher) -> None:
-        """Called when the session of the fetcher has ended."""
         self.fetchers.remove(fetcher)
 
     async def check(self, client: WorkerClient, info: WorkerInfo) -> list[str]:
-        """Check that a worker supports adapters before it serves. Before the worker serves, test it with the adapters
-        that some other workers cannot use.
+        """Test a worker, before it serves, with adapters that some workers cannot use. Raises WorkerError.
 
-        Returns the fingerprints of the adapters that the worker holds, at most as many as the worker has places. Raises
-        WorkerError.
+        Returns fingerprints on the worker, at most as many as its places.
         """
         if self.catalogue.wanted and not info.max_loras:
             raise WorkerError("the worker takes no adapters; start it with --max-loras, as this scheduler has adapters")
@@ -198,15 +170,12 @@ class Adapters:
         return held
 
     def _fetched(self) -> None:
-        """Called when a worker has received an adapter, or cannot use an adapter."""
         self.settle()
         self._workers.wake()
 
     def settle(self) -> None:
-        """Decide what happens to adapters that a worker cannot use.
-
-        If another worker holds the adapter, the session of the refusing worker ends. If no worker that accepts requests
-        can use the adapter, the adapter is given up. An adapter whose copy cannot be read any more is given up, too.
+        """If another worker holds a refused adapter, the refusing worker's session ends. If no worker can use an
+        adapter, or its copy is unreadable, the adapter is given up.
         """
         fetchers = self.fetchers
         for fetcher in fetchers:
@@ -229,24 +198,23 @@ class Adapters:
                 self.give_up(adapter, reason)
 
     def give_up(self, adapter: Adapter, reason: str) -> None:
-        """End the requests of an adapter that no worker can use, and remove its names."""
+        """End the requests and the names of an adapter that no worker can use."""
         log.error("adapter given up", name=adapter.name, reason=reason)
         self.catalogue.remove_names(adapter)
         self.catalogue.leaving.pop(adapter.fingerprint, None)
         self._update()
         reason = f"the adapter {adapter.name} cannot be used: {reason}"
         self._requests.end_all(RequestError(grpc.StatusCode.FAILED_PRECONDITION, reason), adapter.fingerprint)
-        # if the adapter is still wanted here, an operator is loading the same adapter again
+        # if still wanted, an operator is loading the same adapter again
         if adapter.fingerprint not in self.catalogue.wanted:
             self._forget(adapter)
         self.when_changed()
 
 
 def _discard(reading: "asyncio.Future[Adapter]") -> None:
-    """Remove the copy that was made for a cancelled call."""
     if not reading.cancelled() and reading.exception() is None:
         reading.result().weights.unlink(missing_ok=True)
 
 
 def _unfit(adapter: Adapter, reason: str) -> WorkerError:
-    return WorkerError(f"the worker cannot use the adapter {adapter.name}, as others do: {reason}")
+    return WorkerError(f"the worker cannot use the adapter {adapter.name}, which other workers use: {reason}")

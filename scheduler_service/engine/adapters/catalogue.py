@@ -1,8 +1,7 @@
-"""The adapters of a scheduler and their copies. An adapter has a name, is being loaded, or is needed by requests in
-flight.
+"""The adapters of a scheduler and their copies.
 
-An admitted request refers to its adapter by fingerprint. A name can therefore change to another adapter while requests
-of the old adapter still run and move between workers. A name can even be removed while requests of its adapter run.
+An admitted request names its adapter by fingerprint, so the public name may change or go while the request runs and
+moves between workers.
 """
 
 import time
@@ -19,42 +18,37 @@ from scheduler_service.engine.adapters.adapter_files import Adapter, configured_
 from scheduler_service.settings import SchedulerSettings
 
 LONG_FETCH_SECONDS = 5.0
-"""Seconds of a delivery to one worker, after which the same adapter is also sent to another worker."""
+"""Seconds of a delivery to one worker before the next worker gets the adapter too."""
 
 
 @dataclass(slots=True, eq=False)
 class Delivery:
-    """The adapter that a fetcher is sending to its worker, and the start of this delivery in seconds of
-    `time.monotonic`.
-    """
+    """A fetcher's delivery; `since` in seconds of `time.monotonic`."""
 
     fingerprint: str = ""
     since: float = 0.0
 
 
 class Catalogue:
-    """All adapters of a scheduler. Call `update` after a change of `named`, `loading` or `leaving`."""
+    """Call `update` after a change of `named`, `loading` or `leaving`."""
 
     def __init__(self, settings: SchedulerSettings) -> None:
-        """Read the adapters that the settings name. Raises StartError."""
+        """Raises StartError."""
         self._folder = settings.lora_dir.expanduser() if settings.lora_dir is not None else None
         self._copies: TemporaryFolder | None = None
         self.named: dict[str, Adapter] = {}
-        """Adapters that requests can name, by name."""
+        """Adapters with names, by name."""
         self.loading: dict[str, Adapter] = {}
-        """Adapters that an operator is loading, by name."""
+        """Adapters of operators' calls under way, by name."""
         self.leaving: dict[str, Adapter] = {}
-        """Adapters without a name that requests in flight need, by fingerprint."""
+        """Adapters that have no name and are needed by requests in flight, by fingerprint."""
         self.wanted: dict[str, Adapter] = {}
-        """All adapters in `named`, `loading` and `leaving`, by fingerprint. Only the adapters in this dictionary are
-        sent to workers.
-        """
+        """All adapters above, by fingerprint: only these are sent to workers."""
         self.fingerprints: list[str] = []
-        """Fingerprints of the adapters that requests can name."""
+        """Fingerprints of adapters with names."""
         self.contested: set[str] = set()
-        """Fingerprints of the adapters that one worker could use and another worker could not."""
+        """Fingerprints that one worker could use and another could not."""
         self.deliveries: set[Delivery] = set()
-        """Deliveries of open sessions."""
         try:
             for name, folder in configured_folders(settings.lora_modules, self._folder):
                 if name in self.named:
@@ -66,39 +60,36 @@ class Catalogue:
 
     @property
     def are_served(self) -> bool:
-        """Whether requests can name adapters, at once or after an operator has loaded an adapter."""
+        """Whether requests can name adapters, now or after an operator's call."""
         return bool(self.named) or self._folder is not None
 
     @property
     def listed(self) -> list[Adapter]:
-        """The adapters that requests can name."""
         return sorted(self.named.values(), key=lambda adapter: adapter.name)
 
     def find(self, name: str) -> str:
-        """The fingerprint of the adapter with the given name. Raises NOT_FOUND."""
+        """Returns the fingerprint. Raises NOT_FOUND."""
         if (adapter := self.named.get(name)) is None:
             raise RequestError(grpc.StatusCode.NOT_FOUND, f"lora_name: there is no adapter {name!r}")
         return adapter.fingerprint
 
     def check_held(self, fingerprint: str) -> None:
-        """Raise FAILED_PRECONDITION if the adapter was given up after the request was admitted."""
+        """Raise FAILED_PRECONDITION for an adapter given up after the request's admission."""
         if fingerprint not in self.wanted:
             raise RequestError(grpc.StatusCode.FAILED_PRECONDITION, "lora_name: the adapter cannot be used any more")
 
     def folder_of(self, name: str) -> Path:
-        """The folder from which an adapter is loaded. Raises FAILED_PRECONDITION."""
+        """Raises FAILED_PRECONDITION without --lora-dir."""
         if self._folder is None:
             raise RequestError(grpc.StatusCode.FAILED_PRECONDITION, "the scheduler runs without --lora-dir")
         return self._folder / name
 
     def read(self, name: str, folder: Path) -> Adapter:
-        """Copy an adapter into a new folder. Raises ValueError."""
+        """Raises ValueError."""
         return read_adapter(name, folder, self._place())
 
     def _place(self) -> Path:
-        """The temporary folder for copies of adapters. The folder is removed when this object is garbage-collected.
-        Raises ValueError.
-        """
+        """The folder for copies, until this object is garbage-collected. Raises ValueError."""
         if self._copies is None:
             try:
                 self._copies = TemporaryFolder("adapters")
@@ -108,15 +99,12 @@ class Catalogue:
         return self._copies.path
 
     def is_named(self, adapter: Adapter) -> bool:
-        """Whether a name refers to the adapter."""
         return any(other.fingerprint == adapter.fingerprint for other in self.named.values())
 
     def remove_names(self, adapter: Adapter) -> None:
-        """Remove the names that refer to the adapter."""
         self.named = {name: other for name, other in self.named.items() if other.fingerprint != adapter.fingerprint}
 
     def update(self) -> None:
-        """Recompute `wanted`, and remove the other adapters' fingerprints from `contested`."""
         named, loading = (
             {adapter.fingerprint: adapter for adapter in adapters.values()} for adapters in (self.named, self.loading)
         )
@@ -125,11 +113,7 @@ class Catalogue:
         self.contested &= self.wanted.keys()
 
     def may_be_brought(self, fingerprint: str) -> bool:
-        """Whether to send an adapter to a worker that lacks it.
-
-        An adapter is sent to one worker at a time, because one worker may be enough for its requests. If the delivery
-        to one worker is slow, the adapter is also sent to the next worker.
-        """
+        """Whether a worker that lacks an adapter gets it: one worker at a time, unless the delivery is slow."""
         since = time.monotonic() - LONG_FETCH_SECONDS
         is_on_its_way = any(one.fingerprint == fingerprint and one.since > since for one in self.deliveries)
         return fingerprint in self.wanted and not is_on_its_way

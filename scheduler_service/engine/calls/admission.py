@@ -1,4 +1,4 @@
-"""Limits the number and the memory of all front ends' calls in flight. A refused call costs no tokenizing."""
+"""Limits the number and the memory of calls in flight, before their text is tokenized."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,28 +14,20 @@ from scheduler_service.settings import SchedulerSettings
 
 MAX_SIDE_CALLS = 256
 MAX_SIDE_BYTES = 16 << 20
-"""Maximum bytes of calls in flight other than Generate. Tokenizing this many bytes takes some seconds."""
+"""Bytes of calls other than Generate; tokenizing so many takes some seconds."""
 UNREAD_SHARE = 4
-"""Divisor: unread output may use a further quarter of `--request-memory`.
-
-With the default `--request-memory`, 60 s of unread output of 50 streams fit. Each stream has 50 tokens a second, each
-token with the log-probabilities of the 20 likeliest tokens.
-"""
+"""Divisor of `--request-memory`: by default, 60 s of unread output of 50 streams fit."""
 
 
 def unread_bytes(settings: SchedulerSettings) -> int:
-    """The maximum bytes of unread output, summed over all front ends."""
     return int(settings.request_memory * 2**30) // UNREAD_SHARE
 
 
 class Admission:
-    """Counts the calls in flight: calls being checked, and calls with a submitted request.
+    """Counts calls being checked, and calls with a submitted request (`requests`, by key).
 
-    `requests` contains the submitted calls by request key. A resumed request may have two calls at a time: one is
-    submitted, and the newer call is being checked. The memory of a call counts until the call is closed.
-
-    A call with several texts counts as being checked until it is closed. The texts of a call do not count towards the
-    limit on the number of requests.
+    A resumed request may have one call of each kind. A call with several texts is being checked until closed; texts do
+    not count as requests.
     """
 
     def __init__(self, settings: SchedulerSettings, requests: dict[str, Call], keyring: Keyring | None = None) -> None:
@@ -48,19 +40,18 @@ class Admission:
             "Tokenize, Detokenize and GetModel", max_calls=MAX_SIDE_CALLS, max_bytes=MAX_SIDE_BYTES
         )
         self.num_bytes = 0
-        """Bytes of all requests, including superseded requests whose call is still open."""
-        self._num_texts = 0  # texts of calls with several texts; `requests` contains each text
+        """Includes superseded requests whose call is still open."""
+        self._num_texts = 0  # in `requests`
 
     @property
     def being_checked(self) -> Mapping[str, Call]:
         return self._being_checked
 
     def admit(self, call: Call, num_bytes: int, *, resumes: bool, now: float = 0.0) -> None:
-        """Reserve a place for a call. A request that resumes a broken stream takes over the broken stream's place.
+        """Reserve a place, or take over the place of a broken stream. Raises RequestError at a limit.
 
-        `now`: seconds of a monotonic clock. Raises RequestError if a limit is reached. A call that exceeds the quota of
-        its API key does not count towards the quota. If the engine's limits refuse a call, the call counts towards the
-        quota.
+        `now`: seconds of a monotonic clock. A call refused by the quota does not count towards the quota, other refused
+        calls do.
         """
         key = call.key
         mine = self._requests.get(key) if resumes else None
@@ -94,7 +85,7 @@ class Admission:
         self._being_checked[key] = call
 
     def hold(self, call: Call, num_bytes: int) -> None:
-        """Add `num_bytes` to the memory of a request. Raises RequestError if the sum exceeds the limit."""
+        """Add to a call's memory. Raises RequestError at the limit."""
         in_all, most = call.num_bytes + num_bytes, self._memory
         sizes = f"this request takes {in_all / 2**20:.1f} MiB of memory, and --request-memory allows all together "
         sizes += f"{most / 2**20:.1f} MiB"
@@ -107,10 +98,9 @@ class Admission:
         self.num_bytes += num_bytes
 
     def submitted(self, call: Call, superseded: Call | None = None) -> None:
-        """Count a checked call's request as in flight from now on.
+        """Count a checked call's request as in flight.
 
-        The API key is charged for the tokens of the prompt and of the resumed outputs. Tokens that were already charged
-        to the `superseded` call are free.
+        The API key pays for prompt and resumed tokens that `superseded` has not paid.
         """
         group = call.group
         assert group is not None
@@ -124,17 +114,13 @@ class Admission:
         self._requests[call.key] = call
 
     def abort(self, key: str) -> bool:
-        """Mark a request that is being checked, so that it ends when it is submitted.
-
-        Returns whether a request with this key is being checked.
-        """
+        """End a request after its check. Returns whether the key is being checked."""
         if (call := self._being_checked.get(key)) is None:
             return False
         call.is_aborted = True
         return True
 
     def release(self, call: Call) -> None:
-        """Free the place and the memory of a call that is over."""
         if not call.key:
             self._side_calls.leave(call.num_bytes)
         else:
@@ -152,14 +138,11 @@ class Admission:
 
 
 def _num_charged(before: Call, later: Call) -> int:
-    """The number of the `later` call's tokens that were already charged to `before`, the superseded call.
+    """Tokens of `later` that `before`, the superseded call, has paid: the prompt, unless recomputed whole, and the
+    leading tokens that the outputs share.
 
-    The prompt's tokens count, except if the `later` request recomputes the whole prompt. The leading tokens of an
-    output count as far as they are equal in both calls.
-
-    The number is 0 if the API key or the `cache_salt` differs, because the prefix cache then finds no blocks. The
-    number is 0 if the superseded call was computed and gained no token. Without this rule, a client could supersede a
-    request repeatedly and have the prompt computed for free.
+    None if API key or `cache_salt` differs, because the prefix cache then finds no blocks. None if `before` was
+    computed without a new token: repeated superseding would make prompts free.
     """
     old, new = before.group, later.group
     assert old is not None
@@ -174,7 +157,6 @@ def _num_charged(before: Call, later: Call) -> int:
 
 
 def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """The number of leading tokens that two outputs share."""
     most = min(len(one), len(other))
     differing = np.flatnonzero(np.asarray(one[:most]) != np.asarray(other[:most]))
     return int(differing[0]) if len(differing) else most

@@ -1,10 +1,7 @@
-"""Queues the engine's messages to one front end.
+"""The engine's messages to one front end.
 
-Tokens are sent as rows of two columns: output numbers and token ids. All other output is sent as events. Each event
-contains the number of rows before it.
-
-Rows and events that arrive while a message is written are sent in the next message. If steps are faster than messages,
-a message contains several steps. The fixed cost of a message is about the cost of 100 rows.
+Tokens are rows of output number and token id. Other output is an event, with the number of rows before it. Rows and
+events that arrive during a write share the next message, whose fixed cost is that of 100 rows.
 """
 
 import asyncio
@@ -22,24 +19,20 @@ from scheduler_service.wire.fields import encode_enum
 MAX_ROWS = 512
 MAX_LOGPROBS = 1 << 13
 EVENT_WEIGHT = 8
-"""Weight of an event, in rows or log-probabilities. MAX_ROWS and MAX_LOGPROBS limit a message to 0.1 MiB, which a front
-end processes in 5 ms.
+"""Weight in rows or log-probabilities. MAX_ROWS and MAX_LOGPROBS keep a message below 0.1 MiB, 5 ms of a front end's
+time.
 """
 MAX_VECTOR_BYTES = 1 << 18
-"""Maximum bytes of vectors in one event. An event with a single vector may be larger."""
+"""Bytes of vectors in one event, unless a single vector is larger."""
 ROW_BYTES = 72
-"""Bytes of memory of a queued row or log-probability."""
+"""Memory of a queued row or log-probability."""
 MAX_WAITING = 1 << 14
 STUCK_SECONDS = 0.1
-"""Seconds without a read after which a front end counts as stopped. The engine does not wait for a stopped front end.
-
-While a queue's weight exceeds MAX_WAITING rows, the engine processes no further step's answer. So workers run at the
-speed at which front ends read tokens.
-"""
+"""Seconds without a read after which answers are processed although more than MAX_WAITING rows wait."""
 
 
 class _Bulk(NamedTuple):
-    """The large fields of an event. Large fields are encoded only when the event is put into a message."""
+    """Large fields, encoded only when the event is put into a message."""
 
     sampled: Sequence[TokenLogprobs] = ()
     prompt: Sequence[TokenLogprobs] = ()
@@ -56,8 +49,6 @@ _NONE = _Bulk()
 
 
 class Outbox:
-    """Queues tokens and events in order, and returns messages of bounded size."""
-
     __slots__ = (
         "_events",
         "_events_weight",
@@ -72,33 +63,29 @@ class Outbox:
     )
 
     def __init__(self, most_bytes: int = 1 << 26) -> None:
-        """`most_bytes`: limit on the queue's memory. If the queue exceeds the limit, the front end has stopped."""
+        """`most_bytes`: memory above which the front end counts as stopped."""
         self.has_some = asyncio.Event()
-        """Set if the queue contains rows or events. The writer waits for `has_some`.
-
-        Code that appends rows must set `has_some`.
-        """
+        """Set if the queue is not empty, also by code that appends to `outputs`."""
         self.is_overfull = asyncio.Event()
         self._most_weight = most_bytes // ROW_BYTES
         self.outputs: list[int] = []
         self.token_ids: list[int] = []
-        self._events: deque[tuple[int, pb.EngineEvent, _Bulk]] = deque()  # (Rows before it, event, large fields).
-        self._events_weight = 0  # Sum over queued events, in rows.
-        self._num_taken = 0  # Rows that earlier messages contained.
-        self._taken = asyncio.Event()  # Set when the writer takes a message.
+        self._events: deque[tuple[int, pb.EngineEvent, _Bulk]] = deque()  # rows before the event, event, large fields
+        self._events_weight = 0
+        self._num_taken = 0  # rows in earlier messages
+        self._taken = asyncio.Event()
         self._is_stuck = False
 
     def __len__(self) -> int:
-        """The number of queued rows and events."""
         return len(self.outputs) + len(self._events)
 
     def tell(self, call: int, **event: Any) -> None:
-        """Append an event. The keyword argument is the event's field in `EngineEvent`."""
+        """The keyword is the event's field in `EngineEvent`."""
         self._append(pb.EngineEvent(call=call, **event))
         self.has_some.set()
 
     def tell_gained(self, call: int, gained: SequenceOutput) -> None:
-        """Append a step's results for an output. Many prompt positions or vectors are split into several events."""
+        """Append a step's results for an output, as several events if large."""
         event, positions = _encode_gained(call, gained), gained.prompt_logprobs or []
         if gained.vectors:
             self._tell_vectors(event, gained)
@@ -114,7 +101,6 @@ class Outbox:
         self.has_some.set()
 
     def _tell_vectors(self, last: pb.EngineEvent, gained: SequenceOutput) -> None:
-        """Append the events that contain the vectors. The `last` event contains the last vectors."""
         pooling, vectors, start = gained.sequence.sampling.pooling, memoryview(gained.vectors), gained.prompt_start
         assert pooling is not None
         at_once = max(1, MAX_VECTOR_BYTES // pooling.vector_bytes)
@@ -137,11 +123,10 @@ class Outbox:
 
     @property
     def has_room(self) -> bool:
-        """Whether the queue is short enough that the engine may process another step's answer."""
         return self._weight <= MAX_WAITING
 
     async def room(self) -> None:
-        """Wait until the queue has room. If the front end reads nothing for STUCK_SECONDS, return early."""
+        """Wait until the queue has room, or the front end reads nothing for STUCK_SECONDS."""
         if self._weight > self._most_weight:
             self.is_overfull.set()
         while not self.has_room and not self._is_stuck:
@@ -152,7 +137,7 @@ class Outbox:
                 self._is_stuck = True
 
     def take(self) -> pb.AttachResponse:
-        """Remove and return the next message. The message is empty if the queue is empty."""
+        """The next message; empty if the queue is empty."""
         self._taken.set()
         self._is_stuck = False
         message, num_rows, left = pb.AttachResponse(), min(MAX_ROWS, len(self.outputs)), MAX_LOGPROBS
@@ -181,11 +166,7 @@ class Outbox:
 
 
 def _encode_gained(call: int, gained: SequenceOutput) -> pb.EngineEvent:
-    """Encode a step's results for a sequence, without log-probabilities and vectors.
-
-    The sequence's status is encoded now, because the sequence may end before the message is sent. If the step added
-    further tokens to the sequence (`goes_on`), the event contains no status.
-    """
+    """The status is encoded now: the sequence may end before the message is sent."""
     sequence, status = gained.sequence, gained.sequence.status
     event = pb.EngineEvent(call=call)
     message = event.gained

@@ -1,10 +1,9 @@
-"""The requests in flight, from their submission by a front end until their calls are closed.
+"""The requests in flight, from submission until their calls are closed.
 
-Front ends do not see which worker computes a request. When a worker's session ends, the session's requests return to
-the head of the shared waiting queue. Another worker may then continue the requests. A request's output is sent to the
-front end of the request's call.
+When a session ends, its requests return to the head of the queue for other workers.
 """
 
+import asyncio
 import time
 from collections.abc import Sequence
 
@@ -17,52 +16,48 @@ from scheduler_service.access.keys import Keyring
 from scheduler_service.core import SchedulerOutput, SequenceGroup, SequenceOutput, SequenceStatus, WaitingQueue
 from scheduler_service.engine.calls.admission import Admission
 from scheduler_service.engine.calls.calls import Call
-from scheduler_service.engine.calls.expiry import Expiry
 from scheduler_service.engine.calls.outbox import Outbox
-from scheduler_service.engine.workers.workers import Workers
-from scheduler_service.recording.recorder import NoRecorder
+from scheduler_service.engine.workers import Workers
+from scheduler_service.recording.recorder import Recorder
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.statistics.counts import Statistics
 from scheduler_service.statistics.finished_requests import FinishedRequests
-from scheduler_service.wire.submission import decode_group, pack
+from scheduler_service.wire.front_end import decode_group, pack
 
 _RESUMED = RequestError(grpc.StatusCode.ABORTED, "another call goes on with this request")
 
 
 class Requests:
-    """The requests of all front ends. Create the object inside the event loop."""
+    """Create the object inside the event loop."""
 
     def __init__(
         self,
         settings: SchedulerSettings,
         waiting: WaitingQueue,
         workers: Workers,
-        recorder: NoRecorder,
+        recorder: Recorder | None,
         keyring: Keyring | None,
     ) -> None:
         self.waiting = waiting
-        self.in_flight: dict[str, Call] = {}  # Submitted calls by request key.
-        self.traced: set[Call] = set()  # Submitted calls with tracing.
-        self.outboxes: set[Outbox] = set()  # One outbox for each front end.
+        self.in_flight: dict[str, Call] = {}  # by request key
+        self.traced: set[Call] = set()
+        self.outboxes: set[Outbox] = set()  # of each front end
         self.admission = Admission(settings, self.in_flight, keyring)
         self.statistics = Statistics()
         self.finished = FinishedRequests()
         self._workers = workers
         self._recorder = recorder
-        self._expiry = Expiry(settings, workers, waiting, self.end)
+        self._settings = settings
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any submitted request, or any call with several texts, is still open."""
+        """Whether any request, or any call with several texts, is open."""
         return bool(self.in_flight) or any(call.has_texts for call in self.admission.being_checked.values())
 
     # ---- calls by front ends
 
     def queue(self, call: Call, submission: pb.Submit) -> None:
-        """Queue an admitted request. The caller has already counted the request's memory.
-
-        Raises ALREADY_EXISTS if the request to be superseded has a different prompt or adapter.
-        """
+        """Queue an admitted request. Raises ALREADY_EXISTS to supersede one with another prompt or adapter."""
         superseded = self._supersede(call, submission) if submission.supersedes else None
         if submission.is_complete:
             return
@@ -74,14 +69,16 @@ class Requests:
         if call.group.trace_parent:
             self.traced.add(call)
         self.waiting.append(call.group)
-        self._recorder.arrived(call.group)
-        self._expiry.limit(call)
+        if self._recorder is not None:
+            self._recorder.arrived(call.group)
+        if self._workers.outage.is_on:
+            self._limit(call)
         self._workers.wake()
         if call.is_aborted:
             self.abort(call.key)
 
     def stop_output(self, call: Call, index: int) -> None:
-        """End an output in which the front end found a stop string. No effect if the output has already ended."""
+        """End an unfinished output in which the front end found a stop string."""
         group = call.group
         if group is None or group.beams is not None or index >= len(group.sequences):
             return
@@ -92,16 +89,12 @@ class Requests:
             if group in scheduler.running or group in scheduler.swapped or group.request_id in self.waiting:
                 scheduler.finish_sequence(sequence, SequenceStatus.FINISHED_STOPPED)
                 break
-        else:  # the group waits, and no worker is connected
-            self.waiting.withdraw(group, SequenceStatus.FINISHED_STOPPED, index)
-            self._recorder.withdrawn(group, SequenceStatus.FINISHED_STOPPED, index)
+        else:  # no worker is connected
+            self._withdraw(group, SequenceStatus.FINISHED_STOPPED, index)
         self._workers.wake()
 
     def abort(self, key: str) -> bool:
-        """End a request. The client still receives the output so far. Returns whether the request exists.
-
-        A request that is being checked ends after the check.
-        """
+        """End a request, and send its output so far. Returns whether the request exists."""
         is_being_checked = self.admission.abort(key)
         call = self.in_flight.get(key)
         if call is None:
@@ -112,7 +105,6 @@ class Requests:
         return True
 
     def close(self, call: Call, finished: FinishedRequest | None = None) -> None:
-        """Free everything that a finished call still holds. `finished` describes the request to operators."""
         self.admission.release(call)
         if call.group is not None:
             self._leave(call)
@@ -129,11 +121,7 @@ class Requests:
             self._finish(call)
 
     def _supersede(self, later: Call, submission: pb.Submit) -> Call | None:
-        """End the broken stream of the request that the `later` call resumes. Returns the broken stream's call or None.
-
-        The memory of the broken stream counts until the stream's call is closed. The stream's client may have a message
-        unread.
-        """
+        """End the broken stream that `later` resumes, if any. The stream's memory counts until its call is closed."""
         call = self.in_flight.get(later.key)
         if call is None:
             return None
@@ -144,8 +132,8 @@ class Requests:
         if ours != (later.adapter_id, submission.prompt_token_ids, submission.encoder_input.digest):
             raise RequestError(
                 grpc.StatusCode.ALREADY_EXISTS,
-                "request_id is in flight already, with another prompt or adapter; a request that resumes is sent again "
-                "as it was",
+                "request_id is in flight already, with another prompt or adapter; to resume, "
+                "send the same request again",
             )
         self._leave(call)
         call.tell_error(_RESUMED, at_once=True)
@@ -154,38 +142,25 @@ class Requests:
     # ---- the end of requests
 
     def end(self, call: Call, error: RequestError) -> None:
-        """End a request with an error."""
         self._finish(call)
         call.tell_error(error)
 
     def end_all(self, error: RequestError, adapter: str | None = None) -> None:
-        """End all requests, or all requests of one adapter, with an error."""
         for call in [call for call in self.in_flight.values() if adapter is None or call.adapter_id == adapter]:
             self.end(call, error)
 
     def fail(self, group: SequenceGroup) -> None:
-        """End a request that the scheduler ignored or failed, with the scheduler's reason."""
         if call := self.in_flight.get(group.request_id):
             is_ignored = any(sequence.status is SequenceStatus.FINISHED_IGNORED for sequence in group.sequences)
             code = grpc.StatusCode.INVALID_ARGUMENT if is_ignored else grpc.StatusCode.INTERNAL
             self.end(call, RequestError(code, group.error or "the request could not be served"))
 
-    def limit_waits(self) -> None:
-        """Start the timers of all requests if an outage began. Cancel the timers if the outage ended."""
-        for call in self.in_flight.values():
-            self._expiry.limit(call)
-
-    def refuse_unserved(self, seconds: float) -> None:
-        """Raise UNAVAILABLE, with the reason why no worker has described the model within `seconds`."""
-        raise self._expiry.unserved(seconds)
-
     def uses_adapter(self, fingerprint: str) -> bool:
-        """Whether any request, in flight or being checked, uses the adapter with this fingerprint."""
         calls = (*self.in_flight.values(), *self.admission.being_checked.values())
         return any(call.adapter_id == fingerprint for call in calls)
 
     def _finish(self, call: Call) -> bool:
-        """End a call's unfinished outputs. Returns whether the call had unfinished outputs."""
+        """Returns whether the call had unfinished outputs."""
         group = call.group
         assert group is not None
         if group.is_finished:
@@ -193,16 +168,54 @@ class Requests:
         status = SequenceStatus.FINISHED_ABORTED
         ended = self._workers.finish(group.request_id, status)
         if not ended and group.request_id in self.waiting:  # the group waits, and no worker is connected
-            self.waiting.withdraw(group, status)
-            self._recorder.withdrawn(group, status)
+            self._withdraw(group, status)
             ended = True
         self._workers.wake()
         return ended
 
+    def _withdraw(self, group: SequenceGroup, status: SequenceStatus, index: int | None = None) -> None:
+        self.waiting.withdraw(group, status, index)
+        if self._recorder is not None:
+            self._recorder.withdrawn(group, status, index)
+
+    # ---- outages: no worker accepts requests
+
+    def limit_waits(self) -> None:
+        """Start all requests' timers if an outage began, or cancel them."""
+        for call in self.in_flight.values():
+            self._limit(call)
+
+    def _limit(self, call: Call) -> None:
+        if call.expiry is not None:
+            call.expiry.cancel()
+            call.expiry = None
+        if self._workers.outage.is_on:
+            call.expiry = asyncio.get_running_loop().call_later(self._patience(call), self._expire, call)
+
+    def _patience(self, call: Call) -> float:
+        limit = self._settings.no_worker_timeout
+        return limit if call.no_worker_timeout is None else min(limit, call.no_worker_timeout)
+
+    def _expire(self, call: Call) -> None:
+        if call.key in self.waiting:
+            self.end(call, self._unserved(self._patience(call)))
+        else:  # a draining worker computes the request, and may still return the request to the queue
+            self._limit(call)
+
+    def refuse_unserved(self, seconds: float) -> None:
+        """Raise UNAVAILABLE: no worker has described the model within `seconds`."""
+        raise self._unserved(seconds)
+
+    def _unserved(self, seconds: float) -> RequestError:
+        reason = self._workers.why_unserved()
+        if self._settings.api_keys is not None:  # callers with API keys must not see workers' addresses
+            reason = "an operator's watch says why"
+        return RequestError(grpc.StatusCode.UNAVAILABLE, f"no worker took requests for {seconds:g} s: {reason}")
+
     # ---- events of workers
 
     def admitted(self, output: SchedulerOutput) -> None:
-        """Record how long the requests of new sequences were queued, and send the requests' standing."""
+        """Record how long new sequences' requests were queued, and send their standing."""
         now = time.monotonic()
         for group in {new.sequence.group: None for new in output.new_sequences}:
             if (call := self.in_flight.get(group.request_id)) is None or call.group is not group:
@@ -214,18 +227,15 @@ class Requests:
             call.tell_standing()
 
     def swapped(self, groups: Sequence[SequenceGroup]) -> None:
-        """Send the standing of requests that were swapped out."""
         for group in groups:
             if (call := self.in_flight.get(group.request_id)) is not None and call.group is group:
                 call.tell_standing()
 
     def tell_traced(self) -> None:
-        """Send the standing of each traced request that a worker has admitted, preempted or lost."""
         for call in self.traced:
             call.tell_change()
 
     def publish(self, gained: Sequence[SequenceOutput]) -> None:
-        """Send the new tokens and results of sequences to the front ends of their requests."""
         in_flight, running, num_tokens = self.in_flight, SequenceStatus.RUNNING, 0
         for item in gained:
             sequence, token_id, logprobs, prompt_logprobs, _, goes_on, _ = item
@@ -248,7 +258,7 @@ class Requests:
                 outbox.has_some.set()
 
     async def room(self) -> None:
-        """Wait until the outboxes of all front ends have room, without waiting for stopped front ends."""
+        """Wait until all outboxes have room, except those of stopped front ends."""
         for outbox in list(self.outboxes):
             if not outbox.has_room:
                 await outbox.room()

@@ -1,4 +1,4 @@
-"""Limits the number and the bytes of calls other than Generate, so that Generate stays fast."""
+"""Limits calls other than Generate, so that Generate stays fast."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from pagewire_common.calls.errors import RequestError
 
 
 class SideCalls:
-    """A limit that the calls of one kind share. `what` names the kind in errors."""
+    """The limit of one kind of call. `what` names the kind in errors."""
 
     def __init__(self, what: str, *, max_calls: int, max_bytes: int) -> None:
         self._what = what
@@ -20,7 +20,6 @@ class SideCalls:
 
     @contextlib.contextmanager
     def place(self, num_bytes: int = 0) -> Iterator[None]:
-        """Occupy a place during the `with` block; see `enter`."""
         self.enter(num_bytes)
         try:
             yield
@@ -28,12 +27,9 @@ class SideCalls:
             self.leave(num_bytes)
 
     def enter(self, num_bytes: int) -> None:
-        """Occupy a place until `leave` is called. Raises RESOURCE_EXHAUSTED at a limit.
-
-        A call that is alone may exceed `max_bytes`.
-        """
+        """Raises RESOURCE_EXHAUSTED at a limit; a call that is alone may exceed `max_bytes`."""
         if self._num_calls >= self._max_calls:
-            self._refuse(f"{self._num_calls} {self._what} calls are in flight, as many as may be")
+            self._refuse(f"{self._num_calls} {self._what} calls are in flight, which is the limit")
         if self._num_calls and self._num_bytes + num_bytes > self._max_bytes:
             self._refuse(
                 f"{self._what} calls of {self._num_bytes} bytes are in flight, and this one has {num_bytes}; "

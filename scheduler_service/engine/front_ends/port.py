@@ -1,7 +1,6 @@
-"""Reserves a TCP port that the processes of one service share, and that no other service can use.
+"""Reserves a TCP port that one service's processes share and no other service can use.
 
-One race remains: two services may bind the same port if they start within a fraction of a millisecond, the first at one
-address and the second at all addresses.
+One race remains: two services that bind it within a fraction of a millisecond, one of them at all addresses.
 """
 
 import contextlib
@@ -13,18 +12,16 @@ from collections.abc import Iterator
 from pagewire_common.serving.listening import cannot_listen
 
 PATIENCE_SECONDS = 2.0
-"""Seconds to wait for a port that is in use. The front ends of a killed scheduler listen for some milliseconds more."""
+"""Seconds to wait for a port; a killed scheduler's front ends listen for milliseconds more."""
 LOOK_SECONDS = 0.05
 WILDCARDS = ("0.0.0.0", "::")  # noqa: S104
 
 
 @contextlib.contextmanager
 def reserved(listen: str, patience: float = 0.0) -> Iterator[str]:
-    """Reserve a port for this user's sockets during the `with` block. Yields HOST:PORT with the number of the reserved
-    port.
+    """Reserve a port at every address that gRPC binds. Yields HOST:PORT with the port's number.
 
-    The reserving sockets do not listen, and so receive no connections. The port is reserved at every address that gRPC
-    will bind for this host. Raises StartError if the port is still in use after `patience` seconds.
+    The sockets receive no connections. Raises StartError if the port is in use after `patience` seconds.
     """
     host, _, number = listen.rpartition(":")
     deadline = time.monotonic() + patience
@@ -41,7 +38,7 @@ def reserved(listen: str, patience: float = 0.0) -> Iterator[str]:
 
 
 def _taken(host: str, port: int) -> tuple[contextlib.ExitStack, int]:
-    """Reserve the port. Returns the reserving sockets and the port's number. Raises OSError if the port is in use."""
+    """The reserving sockets and the port's number. Raises OSError if the port is in use."""
     with contextlib.ExitStack() as stack:
         for family, address in _addresses(host.strip("[]")):
             with _bound(family, address, port) as alone:  # fails while another server listens at this port
@@ -52,10 +49,7 @@ def _taken(host: str, port: int) -> tuple[contextlib.ExitStack, int]:
 
 
 def _addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
-    """The addresses that gRPC binds for a host. For a host name, gRPC binds all its addresses.
-
-    For a wildcard address of IPv4 or IPv6, gRPC binds both wildcard addresses.
-    """
+    """Addresses that gRPC binds: all of a host name, or both wildcards for either."""
     hosts = WILDCARDS if host in WILDCARDS else (host,)
     found = [info for name in hosts for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
     usable = {family: _has_family(family) for family, *_ in found}
@@ -72,10 +66,8 @@ def _has_family(family: socket.AddressFamily) -> bool:
 
 
 def _held(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
-    """A socket that shares the port with front ends, and excludes other services even before a front end listens.
-
-    In one case other services are excluded only when a front end listens: if an earlier server did not share the port,
-    and its connections linger.
+    """A socket that shares the port with front ends, and excludes other services at once, or, if an earlier server's
+    connections linger, once a front end listens.
     """
     try:
         return _bound(family, address, port, shares=True, lingers=False)
@@ -86,11 +78,10 @@ def _held(family: socket.AddressFamily, address: str, port: int) -> socket.socke
 def _bound(
     family: socket.AddressFamily, address: str, port: int, *, shares: bool = False, lingers: bool = True
 ) -> socket.socket:
-    """A socket bound to the port. Raises OSError if the port is in use.
+    """Raises OSError if the port is in use.
 
-    With `shares` further sockets of the same user may bind the port. With `lingers` the port can be bound although
-    connections of an earlier server linger. Two sockets with `lingers` can both bind the port until one of them
-    listens.
+    `shares`: other sockets of this user may bind the port. `lingers`: the port may have lingering connections; two such
+    sockets can bind one port until one listens.
     """
     bound = socket.socket(family)
     try:
@@ -107,11 +98,8 @@ def _bound(
 
 
 def _claimed(address: str) -> socket.socket:
-    """Claim an address by binding an abstract socket with the address as its name (Linux only). Only one process at a
-    time can bind such a name.
-
-    The claim is needed because sockets that share a port do not exclude each other. Raises OSError if another process
-    has claimed the address.
+    """Claim an address by an abstract socket (Linux): sockets that share a port do not exclude each other. Raises
+    OSError.
     """
     claim = socket.socket(socket.AF_UNIX)
     try:

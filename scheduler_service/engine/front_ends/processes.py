@@ -1,4 +1,4 @@
-"""Starts the front ends' processes with the engine, and restarts a process that ends."""
+"""Starts front ends' processes, and restarts a process that ends."""
 
 import asyncio
 import contextlib
@@ -13,21 +13,16 @@ FIRST_PAUSE_SECONDS = 0.1
 LAST_PAUSE_SECONDS = 5.0
 END_SECONDS = 5.0
 MAX_DEAF_SECONDS = 60.0
-"""Seconds between checks whether a front end listens. On a busy machine, a front end needs seconds to start.
-
-Only this check ends a front end that hangs before it listens, because the engine learns a front end's process id only
-when it listens.
-"""
+"""Seconds without listening after which a front end is killed; its start takes seconds on a busy machine."""
 
 
 async def start_process(arguments: Sequence[str]) -> asyncio.subprocess.Process:
-    """Start a front end with these arguments."""
     command = [sys.executable, "-m", "scheduler_service.frontend", *arguments]
     return await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL, start_new_session=True)
 
 
 class FrontEndProcesses:
-    """Keeps `count` front-end processes running until `run` ends."""
+    """`count` processes, until `run` ends."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -35,10 +30,7 @@ class FrontEndProcesses:
         self._is_over = False
 
     async def run(self, arguments: Sequence[str], listens: Callable[[int], bool]) -> None:
-        """Keep the processes running until cancelled, or until `stop`.
-
-        `listens` returns whether the front end with a process id listens.
-        """
+        """Keep the processes running until cancelled, or until `stop`. `listens`: whether a process id listens."""
         await asyncio.gather(*(self._keep(arguments, listens) for _ in range(self._count)))
 
     async def _keep(self, arguments: Sequence[str], listens: Callable[[int], bool]) -> None:
@@ -63,21 +55,16 @@ class FrontEndProcesses:
 
     @property
     def process_ids(self) -> set[int]:
-        """Process ids of the running front ends."""
         return {process.pid for process in self._processes}
 
     def kill(self, process_id: int) -> None:
-        """Kill the front end with this process id. An id that belongs to no front end is ignored."""
+        """A process id of no front end is ignored."""
         for process in self._processes:
             if process.pid == process_id:
                 _kill(process)
 
     async def stop(self, told: Set[int]) -> None:
-        """Wait until the processes in `told` have ended. `told` contains the ids of processes that were asked to end.
-
-        Front ends that were not asked to end are killed at once, because they have no calls yet, or hang. After
-        END_SECONDS, all remaining front ends are killed.
-        """
+        """Wait for the processes `told` to end, kill others at once, and kill all after END_SECONDS."""
         self._is_over = True
         processes = list(self._processes)
         for process in processes:
@@ -92,10 +79,7 @@ class FrontEndProcesses:
 
 
 async def _end(process: asyncio.subprocess.Process, listens: Callable[[int], bool]) -> int:
-    """Wait until a process ends, and return its exit status.
-
-    The process is killed if it has not listened for MAX_DEAF_SECONDS, because it hangs while it starts or ends.
-    """
+    """Exit status of a process, which is killed if it does not listen for MAX_DEAF_SECONDS."""
     while True:
         try:
             return await asyncio.wait_for(process.wait(), MAX_DEAF_SECONDS)

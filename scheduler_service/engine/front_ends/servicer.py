@@ -1,4 +1,4 @@
-"""The engine's gRPC service for front ends: a connection for each front end, and the sum of their status and counts."""
+"""The engine's gRPC service for front ends, and the sum of their status and counts."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from scheduler_service.engine.calls.calls import Call
 from scheduler_service.engine.calls.outbox import Outbox
 from scheduler_service.engine.engine import Engine
 from scheduler_service.statistics.counts import CountsByTenant
-from scheduler_service.wire.pace import Pace
+from scheduler_service.wire.front_end import Pace
 
 log = structlog.get_logger()
 
@@ -25,26 +25,21 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 FILE_BYTES = 1 << 20
 EVENTS_AT_ONCE = 64
-"""Maximum number of events processed in one turn of the event loop. An event takes 10 to 100 µs."""
+"""Events in one turn of the event loop, each 10 to 100 µs."""
 _INTERNAL = RequestError(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
 STATISTICS_SECONDS = 1.0
-"""Seconds that a scrape of the metrics waits for the counts of front ends."""
+"""Seconds that a scrape waits for front ends' counts."""
 SHOW_SECONDS = 10.0
-"""Seconds to wait at the start until all front ends report SERVING. After this time, a single front end suffices."""
+"""Seconds at the start until one SERVING front end suffices."""
 BEAT_SECONDS = 5.0
 MAX_SILENT_SECONDS = 30.0
-"""Seconds without an answer after which a front end counts as hanging.
-
-A hanging front end still receives new connections of clients. To notice a hanging front end, the engine asks each front
-end for its counts every BEAT_SECONDS. A front end that is killed loses only the counts since the last answer.
+"""Seconds without counts, asked for every BEAT_SECONDS, after which a hanging front end is killed. Its counts since the
+last answer are lost.
 """
 
 
 class FrontEnds(EngineServiceServicer):
-    """All attached front ends. Memory limits are divided by `num_expected`, the number of front ends.
-
-    `kill` kills a hanging front end by its process id.
-    """
+    """Memory limits are divided by `num_expected`. `kill` takes a process id."""
 
     def __init__(
         self,
@@ -60,10 +55,10 @@ class FrontEnds(EngineServiceServicer):
         self.is_serving = False
         self.is_over = False
         self._changed = asyncio.Event()
-        self._tenants: set[str] = set()  # Tenants that are counted separately.
-        self._gone = CountsByTenant(self._tenants)  # Counts of front ends that have left.
+        self._tenants: set[str] = set()  # counted separately
+        self._gone = CountsByTenant(self._tenants)  # of front ends that have left
         self.error = ""
-        """The reason why a front end cannot load the model. Empty once all front ends have loaded the model."""
+        """Why a front end cannot load the model; empty once all have loaded it."""
 
     async def Attach(  # type: ignore[override]  # writes to the context
         self, request_iterator: AsyncIterator[pb.AttachRequest], context: Context
@@ -93,16 +88,15 @@ class FrontEnds(EngineServiceServicer):
                     log.error("front end failed", exc_info=result)
 
     def note_change(self) -> None:
-        """Wake waiting tasks, because a front end attached, detached or changed its status."""
+        """A front end attached, detached or changed its status."""
         self._changed.set()
 
     def note_loaded(self) -> None:
-        """Clear `error` if all expected front ends have loaded the model."""
         if len(self.connections) >= self.num_expected and all(connection.has_loaded for connection in self.connections):
             self.error = ""
 
     async def until_serving(self) -> None:
-        """Wait until every front end reports SERVING. After SHOW_SECONDS, wait until any front end reports SERVING."""
+        """Wait until every front end reports SERVING, or any after SHOW_SECONDS."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SHOW_SECONDS):
                 await self._until(lambda connection: connection.shows_serving)
@@ -117,7 +111,6 @@ class FrontEnds(EngineServiceServicer):
         return any(connection.shows_serving for connection in self.connections)
 
     def tell_serving(self, *, serving: bool) -> None:
-        """Tell every front end to report SERVING or NOT_SERVING."""
         self.is_serving = serving
         for connection in self.connections:
             connection.outbox.tell(0, health=pb.Health(serving=serving))
@@ -134,12 +127,12 @@ class FrontEnds(EngineServiceServicer):
             connection.tell_adapters()
 
     async def wait_until_listening(self) -> str:
-        """Wait until all expected front ends listen. Returns their shared address."""
+        """Returns the shared address of all expected front ends."""
         await self._until(lambda connection: bool(connection.address))
         return next(iter(self.connections)).address
 
     def listens(self, process_id: int) -> bool:
-        """Whether the front end with this process id listens. `FrontEndConnection.watch` detects a later hang."""
+        """Whether a front end has listened; `watch` detects a later hang."""
         return any(connection.process_id == process_id for connection in self.connections)
 
     async def _until(self, holds: Any) -> None:
@@ -148,10 +141,7 @@ class FrontEnds(EngineServiceServicer):
             await self._changed.wait()
 
     async def counts(self) -> CountsByTenant:
-        """Ask all front ends for their counts since the start, and return the sum.
-
-        If a front end does not answer within STATISTICS_SECONDS, its last counts are used.
-        """
+        """The sum of all front ends' counts since the start; last counts of those that do not answer in time."""
         asked = list(self.connections)
         await asyncio.gather(*(connection.ask_counts(STATISTICS_SECONDS) for connection in asked))
         total = CountsByTenant(self._tenants)
@@ -160,7 +150,7 @@ class FrontEnds(EngineServiceServicer):
         return total
 
     def say_goodbye(self) -> set[int]:
-        """Tell all front ends to end, because the service shuts down. Returns their process ids."""
+        """Tell all front ends to end. Returns their process ids."""
         self.is_over = True
         for connection in self.connections:
             connection.outbox.tell(0, goodbye=pb.Goodbye())
@@ -168,8 +158,6 @@ class FrontEnds(EngineServiceServicer):
 
 
 class FrontEndConnection:
-    """The connection of one attached front end, until the stream ends."""
-
     def __init__(self, front_ends: FrontEnds) -> None:
         self._front_ends = front_ends
         self._engine = engine = front_ends.engine
@@ -198,19 +186,18 @@ class FrontEndConnection:
             self.outbox.tell(0, goodbye=pb.Goodbye())
 
     def tell_adapters(self) -> None:
-        """Send the names of the adapters that requests may use."""
         self.outbox.tell(
             0, adapters=pb.Names(names=[adapter.name for adapter in self._engine.adapters.catalogue.listed])
         )
 
     def close(self) -> None:
-        """Close all calls of the front end after its stream has ended. The calls' clients are disconnected too."""
+        """Close all calls; their clients are disconnected too."""
         for call in self._calls.values():
             self._engine.close(call)
         self._calls.clear()
 
     async def ask_counts(self, seconds: float) -> bool:
-        """Ask the front end for its counts. Returns whether the counts arrived within `seconds`."""
+        """Returns whether the counts arrived within `seconds`."""
         self._counts_came.clear()
         self.outbox.tell(0, statistics_wanted=pb.StatisticsWanted())
         try:
@@ -220,14 +207,13 @@ class FrontEndConnection:
         return True  # even if another task has asked for counts and cleared the event meanwhile
 
     async def watch(self) -> None:
-        """Ask for counts every BEAT_SECONDS. When the front end hangs, kill its process and return."""
         while await self.ask_counts(MAX_SILENT_SECONDS):  # noqa: ASYNC110
             await asyncio.sleep(BEAT_SECONDS)
         log.error("front end hangs and is ended", seconds=MAX_SILENT_SECONDS)
         self._front_ends.kill(self.process_id)
 
     async def watch_backlog(self) -> None:
-        """Wait until the front end's outbox exceeds its limit, kill the front end's process, and return."""
+        """Kill the front end when its outbox exceeds its limit."""
         await self.outbox.is_overfull.wait()
         log.error("front end takes nothing and is ended", waiting=len(self.outbox))
         self._front_ends.kill(self.process_id)
@@ -235,7 +221,6 @@ class FrontEndConnection:
     # ---- messages from the engine
 
     async def write(self, context: Context) -> None:
-        """Write messages to the front end until its stream ends."""
         outbox, pace = self.outbox, Pace()
         while True:
             await outbox.has_some.wait()
@@ -247,7 +232,7 @@ class FrontEndConnection:
                 return
 
     async def tell_model(self) -> None:
-        """Wait until a worker has described the model, and send the model's files, its limits and the health."""
+        """Send the model's files, its limits and the health, once a worker has described the model."""
         model = await self._engine.fleet.agreement.wait_for_model()
         for name, data in self._engine.fleet.agreement.model_files.items():
             for start in range(0, len(data), FILE_BYTES):
@@ -259,7 +244,6 @@ class FrontEndConnection:
     # ---- messages from the front end
 
     async def read(self, messages: AsyncIterator[pb.AttachRequest]) -> None:
-        """Process the front end's messages until its stream ends."""
         async for message in messages:
             for number, event in enumerate(message.events, 1):
                 self._do(event)
@@ -319,13 +303,13 @@ class FrontEndConnection:
                 self._counts_came.set()
 
     def _answer(self, call: Call, do: Any) -> bool:
-        """Call `do`, and answer the front end with success or the error. Returns whether `do` succeeded."""
+        """Answer with success or the error of `do`. Returns whether `do` succeeded."""
         try:
             do()
         except RequestError as error:
             call.tell(answer=pb.Answer(code=error.code.value[0], message=str(error)))
             return False
-        except Exception as error:  # one request's error must not end the streams of all other requests
+        except Exception as error:  # other requests' streams go on
             log.error("request could not be queued", key=call.key, exc_info=error)
             call.tell(answer=pb.Answer(code=_INTERNAL.code.value[0], message=str(_INTERNAL)))
             return False

@@ -1,1 +1,1 @@
-"""A loop for each worker: the loop opens a session, sends steps, processes answers, and then opens the next session."""
+"""Each worker's loop: open a session, send steps, process answers, and open the next session."""

@@ -1,6 +1,4 @@
-"""The model that every worker has to serve. The first worker that joins decides the model. Front ends use this worker's
-model files and limits.
-"""
+"""The model that every worker has to serve: that of the first worker."""
 
 import asyncio
 import contextlib
@@ -10,7 +8,8 @@ import structlog
 from pagewire.v1 import engine_service_pb2 as pb
 from scheduler_service.core import SchedulerConfig
 from scheduler_service.core.config import MAX_BLOCKS
-from scheduler_service.engine.worker_link.client import WorkerClient, WorkerError
+from scheduler_service.engine.worker_link.client import WorkerClient
+from scheduler_service.engine.worker_link.errors import WorkerError
 from scheduler_service.engine.worker_link.limits import (
     check_limits,
     model_limits,
@@ -22,37 +21,31 @@ from scheduler_service.settings import SchedulerSettings
 from scheduler_service.wire.codec import PROTOCOL_VERSION, WorkerInfo
 
 LONG_FETCH_SECONDS = 5.0
-"""Seconds without the model's files from one worker, after which another worker is also asked for them."""
+"""Seconds of fetching the model's files from one worker before another is asked too."""
 
 log = structlog.get_logger()
 
 
 class Agreement:
-    """Accepts workers that serve the same model. Create the object inside the event loop."""
+    """Create the object inside the event loop."""
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self.model_files: dict[str, bytes] = {}
         self._settings = settings
         self._model_name = model_name(settings.model) if settings.model is not None else ""
-        """The name under which workers know the model, or an empty text until a worker has reported the model."""
         self._limits: asyncio.Future[pb.ModelLimits] = asyncio.get_running_loop().create_future()
-        self._asked: asyncio.Event | None = None  # an event while the scheduler fetches the model's files from a worker
+        self._asked: asyncio.Event | None = None  # while the files are fetched
 
     async def wait_for_model(self) -> pb.ModelLimits:
-        """Wait for the limits of the served model, without a time limit."""
         return await asyncio.shield(self._limits)
 
     @property
     def model_name(self) -> str:
-        """The name under which clients know the model, or an empty text until a worker has reported the model."""
+        """The model's name for clients; empty until a worker has reported the model."""
         return self._settings.served_model_name or self._model_name
 
     async def accept(self, client: WorkerClient, info: WorkerInfo) -> SchedulerConfig:
-        """The core's settings for a worker that serves the same model as the other workers. The first worker that calls
-        this method decides the model.
-
-        Raises WorkerError.
-        """
+        """The core's settings for a worker; the first worker decides the model. Raises WorkerError."""
         if info.protocol_version != PROTOCOL_VERSION:
             raise WorkerError(f"the worker speaks protocol {info.protocol_version}, this scheduler {PROTOCOL_VERSION}")
         if self._model_name not in ("", info.model_id):
@@ -73,11 +66,7 @@ class Agreement:
         return scheduler_config(self._settings, info, limits)
 
     async def _learn_model(self, client: WorkerClient, info: WorkerInfo) -> None:
-        """Get the model's files and limits from this worker, unless another worker has already sent them.
-
-        The scheduler asks one worker at a time for the files. If a worker is slow to answer, the scheduler also asks
-        another worker. Raises WorkerError.
-        """
+        """Get the model's files from one worker at a time, unless it is slow. Raises WorkerError."""
         with contextlib.suppress(TimeoutError):
             while not self._limits.done() and self._asked is not None:
                 await asyncio.wait_for(self._asked.wait(), LONG_FETCH_SECONDS)

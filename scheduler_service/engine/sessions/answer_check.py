@@ -1,4 +1,4 @@
-"""Checks a worker's whole answer before the answer is applied: tokens that were counted cannot be taken back."""
+"""Checks a worker's whole answer before any part is applied: counted tokens cannot be taken back."""
 
 import itertools
 import math
@@ -9,29 +9,27 @@ from scheduler_service.core import ModelOutput, SchedulerOutput, Sequence
 from scheduler_service.core.outputs import TokenLogprobs
 
 _ROUNDING = 1e-3
-"""Maximum rounding error of a log-probability. An exact log-probability is at most 0."""
+"""Rounding error of a log-probability, which is at most 0."""
 
 
 def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: int) -> None:
     """Raise ValueError if a correct worker cannot have given this answer to this step.
 
-    The core itself checks the step number of the answer, and its number of tokens. Like the core, this function ignores
-    entries of sequences that have left the worker since the step was sent. A sequence that has left the worker may have
-    a new id on another worker.
+    The core checks step number and number of tokens. Sequences that have left are ignored: they may have new ids on
+    another worker.
     """
     if answer.token_ids and max(answer.token_ids) >= vocabulary_size:
         raise ValueError(f"the worker sampled token {max(answer.token_ids)} of a vocabulary of {vocabulary_size}")
     if answer.num_tokens and len(answer.num_tokens) != output.num_samples:
         raise ValueError(f"the worker counted tokens of {len(answer.num_tokens)} samples of {output.num_samples}")
-    num_gained: dict[int, int] = {}  # the number of new tokens, for sequences that gained no token or several
+    num_gained: dict[int, int] = {}  # new tokens, if not one each
     if answer.num_tokens or answer.num_draft_tokens:
         sampled = (sequence for sequence, _, samples in output.scheduled if samples)
         gained, verified = answer.num_tokens or itertools.repeat(1), answer.num_draft_tokens or itertools.repeat(0)
         for sequence, num_tokens, num_drafts in zip(sampled, gained, verified, strict=False):
-            # The statistics count drafts of sequences that have left the worker, so the number of these drafts is
-            # checked, too.
+            # Statistics count drafts of sequences that have left.
             if num_drafts > (room := output.num_draft_tokens.get(sequence, 0)):
-                raise ValueError(f"the worker verified {num_drafts} guesses for sequence {sequence.id}, not {room}")
+                raise ValueError(f"the worker verified {num_drafts} drafts for sequence {sequence.id}, not {room}")
             has_left = sequence in output.dropped
             has_failed = not has_left and sequence.id in answer.failed_sequence_ids
             is_late = not num_tokens and not has_left
@@ -67,9 +65,7 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
                 _check_entry(sequence, entry, token_id, width, vocabulary_size)
         entries = answer.prompt_logprobs.get(sequence.id, [])
         if sampling.prompt_logprobs is not None:
-            # For each token that a step computes, the worker reports the log-probability of the next token if that is a
-            # prompt token. If the sequence has ended, the number of reported log-probabilities is not
-            # checked.
+            # Each computed token has the log-probability of the next prompt token.
             first = sequence.num_stored_tokens + 1
             due = max(0, min(first + num_tokens, sequence.num_prompt_tokens) - first)
             if len(entries) > num_tokens or (len(entries) != due and not sequence.status.is_finished):
@@ -82,9 +78,7 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
 
 
 def _check_nothing_else(output: SchedulerOutput, answer: ModelOutput) -> None:
-    """Raise ValueError if the answer contains results that the step did not request, because these results would cause
-    errors later.
-    """
+    """Raise ValueError for results that the step did not request."""
     for sequence, _, samples in output.scheduled:
         if sequence in output.dropped:
             continue
@@ -99,7 +93,6 @@ def _check_nothing_else(output: SchedulerOutput, answer: ModelOutput) -> None:
 
 
 def _said(output: SchedulerOutput, answer: ModelOutput) -> dict[int, list[int]]:
-    """The new tokens of each sequence that is still on the worker."""
     gained, tokens, said = iter(answer.num_tokens or itertools.repeat(1)), iter(answer.token_ids), {}
     for sequence, _, samples in output.scheduled:
         if samples:
@@ -110,27 +103,25 @@ def _said(output: SchedulerOutput, answer: ModelOutput) -> dict[int, list[int]]:
 
 
 def _check_entry(sequence: Sequence, entry: TokenLogprobs, token_id: int, width: int, vocabulary_size: int) -> None:
-    """Check one entry of log-probabilities. `token_id` is the token whose log-probability the entry contains."""
+    """Check the log-probabilities of `token_id` and the likeliest tokens."""
     found, *likeliest = entry.token_ids or [-1]
     num_asked, num_found = min(width, vocabulary_size), len(likeliest)
-    # The error does not quote token ids, because they may come from a prompt.
+    # Errors quote no token ids, which may come from a prompt.
     if num_found != num_asked or len(set(likeliest)) != num_asked or max(likeliest, default=0) >= vocabulary_size:
-        what = f"{num_found} likeliest tokens where {num_asked} were asked for, or one twice or beyond the vocabulary"
+        what = f"{num_found} likeliest tokens instead of {num_asked}, or one twice or beyond the vocabulary"
     elif found != token_id or not 0 < entry.rank <= vocabulary_size:
-        what = "they are about another token, or it has a rank that does not exist"
+        what = "they are for another token, or with an impossible rank"
     elif not (max(entry.logprobs) <= _ROUNDING and sum(entry.logprobs) > -math.inf):
         what = "one is positive, NaN or infinite"
     elif not _are_of_one_distribution(entry):
-        what = "they are of no distribution, or not in its order"
+        what = "they are out of order, contradict each other, or sum to more than 1"
     else:
         return
     raise ValueError(f"the worker returned invalid log-probabilities for sequence {sequence.id}: {what}")
 
 
 def _are_of_one_distribution(entry: TokenLogprobs) -> bool:
-    """Whether a correct worker can report this entry: the likeliest tokens are in order, the probabilities sum to at
-    most 1, and a token that occurs twice has the same value.
-    """
+    """Whether the likeliest are in order, probabilities sum to at most 1, and a repeated token has one value."""
     (token_id, *likeliest), (own, *logprobs) = entry.token_ids, entry.logprobs
     again = logprobs[likeliest.index(token_id)] if token_id in likeliest else own
     in_order = all(one >= other for one, other in itertools.pairwise(logprobs))

@@ -1,8 +1,4 @@
-"""Finds the addresses of workers. A target is a fixed address, or a name that is looked up repeatedly.
-
-In Compose the name of a scaled service has an address for each container. In Kubernetes the name of a headless service
-has an address for each pod. This module does not check whether a worker answers at an address that it finds.
-"""
+"""Finds workers: fixed addresses, and names looked up repeatedly, which have an address for each container or pod."""
 
 import asyncio
 import socket
@@ -17,11 +13,10 @@ log = structlog.get_logger()
 _NO_ADDRESS = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
 
 Resolve = Callable[[str, int], Awaitable[frozenset[str]]]
-"""Returns all addresses (HOST:PORT) of a name and a port. Raises OSError if the look-up fails."""
+"""All addresses (HOST:PORT) of a name and a port. Raises OSError if the look-up fails."""
 
 
 async def resolve_by_dns(name: str, port: int) -> frozenset[str]:
-    """Ask the system's resolver. A name without addresses is not an error."""
     loop = asyncio.get_running_loop()
     try:
         found = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
@@ -36,10 +31,8 @@ async def resolve_by_dns(name: str, port: int) -> frozenset[str]:
 
 
 async def watch_name(target: str, resolve: Resolve, interval: float) -> AsyncIterator[frozenset[str]]:
-    """Yield the addresses of dns:///NAME:PORT whenever they change. The name is looked up every `interval` seconds, for
-    ever.
-
-    After a failed look-up the addresses stay unchanged, because resolvers have outages too.
+    """Yield the addresses of dns:///NAME:PORT at each change. A failed look-up changes nothing: resolvers have outages
+    too.
     """
     name, _, port = target.removeprefix(SCHEME).rpartition(":")
     known: frozenset[str] | None = None

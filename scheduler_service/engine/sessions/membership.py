@@ -1,8 +1,4 @@
-"""The set of workers.
-
-A worker joins when discovery finds its address. A worker leaves when its address has disappeared and its session has
-ended.
-"""
+"""The set of workers: a worker leaves when its address has disappeared and its session has ended."""
 
 import asyncio
 from collections.abc import Callable
@@ -14,7 +10,7 @@ from scheduler_service.targets import is_name
 
 
 class Membership:
-    """One `WorkerLoop` for each address, even if several targets resolve to the address."""
+    """One `WorkerLoop` for each address, even of several targets."""
 
     def __init__(self, fleet: WorkerFleet, resolve: Resolve) -> None:
         self._fleet = fleet
@@ -27,7 +23,6 @@ class Membership:
         self._update()
 
     async def run(self) -> None:
-        """Run the workers' loops until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             self._start = lambda loop: tasks.create_task(self._run(loop))
             for loop in list(self._loops.values()):
@@ -56,7 +51,6 @@ class Membership:
                 self._remove(self._loops[address])
 
     def _remove(self, loop: WorkerLoop) -> None:
-        """Remove a worker's loop, unless a new loop has been started for the same address."""
         address = loop.worker.client.address
         if self._loops.get(address) is loop:
             del self._loops[address]

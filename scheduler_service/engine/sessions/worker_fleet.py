@@ -1,4 +1,4 @@
-"""The state that the loops of all workers share, and the changes when a worker joins, leaves or is drained."""
+"""State that all workers' loops share, and operators' drains."""
 
 import asyncio
 import time
@@ -11,19 +11,15 @@ from scheduler_service.engine.adapters.adapters import Adapters
 from scheduler_service.engine.calls.requests import Requests
 from scheduler_service.engine.sessions.agreement import Agreement
 from scheduler_service.engine.worker_link.client import WorkerClient
-from scheduler_service.engine.workers.worker import Worker
-from scheduler_service.engine.workers.workers import Workers
-from scheduler_service.recording.recorder import NoRecorder
+from scheduler_service.engine.workers import Worker, Workers
+from scheduler_service.recording.recorder import Recorder
 from scheduler_service.settings import SchedulerSettings
 
 log = structlog.get_logger()
 
 
 class WorkerFleet:
-    """All workers, their requests and adapters, and the operators' actions on workers.
-
-    Raises StartError for certificates that cannot be used.
-    """
+    """Raises StartError for unusable certificates."""
 
     def __init__(
         self,
@@ -31,7 +27,7 @@ class WorkerFleet:
         workers: Workers,
         requests: Requests,
         adapters: Adapters,
-        recorder: NoRecorder,
+        recorder: Recorder | None,
     ) -> None:
         self.settings = settings
         self.workers = workers
@@ -42,20 +38,14 @@ class WorkerFleet:
         self._worker_tls = TlsFolder(settings.worker_tls) if settings.worker_tls is not None else None
 
     def connect(self, address: str) -> Worker:
-        """Create a worker with a channel that the settings configure."""
         client = WorkerClient(address, self._worker_tls, self.settings.worker_identity or "")
         return Worker(client, self.settings.max_in_flight_steps)
 
     def watch_health(self) -> AsyncIterator[bool]:
-        """Yield whether clients should send requests to this server. The first value is yielded as soon as a worker
-        serves, further values after each change.
-        """
         return self.workers.outage.watch_health()
 
     def drain(self, worker: Worker) -> None:
-        """Drain a worker: send no new requests to the worker. After the grace period, move the remaining requests to
-        other workers and close the session.
-        """
+        """After the grace period, the requests move and the session ends."""
         grace = self.settings.grace
         if worker.undrained.is_set():
             log.info("worker drained by an operator", worker=worker.client.address)
@@ -65,7 +55,6 @@ class WorkerFleet:
             self.admission_changed(worker)
 
     def undrain(self, worker: Worker) -> None:
-        """Undrain a worker: send new requests to the worker again."""
         if not worker.undrained.is_set():
             log.info("worker undrained by an operator", worker=worker.client.address)
             worker.undrained.set()
@@ -73,21 +62,19 @@ class WorkerFleet:
             self.admission_changed(worker)
 
     def tell_leaving(self, worker: Worker, is_leaving: bool) -> None:
-        """Record whether the worker reports that it is shutting down."""
         if is_leaving != worker.is_leaving:
             log.info("worker is shutting down" if is_leaving else "worker serves again", worker=worker.client.address)
             worker.is_leaving = is_leaving
             self.admission_changed(worker)
 
     def admission_changed(self, worker: Worker) -> None:
-        """Called when a worker, with or without a session, begins or ceases to accept requests."""
+        """A worker begins or ceases to accept requests."""
         if worker.scheduler is not None and worker.scheduler.admits == worker.draining:
             worker.scheduler.set_admission(not worker.draining)
         worker.woken.set()
         self.note_change()
 
     def note_change(self) -> None:
-        """Called when a session began or ended, or a worker was drained or undrained."""
         was_on = self.workers.outage.is_on
         self.workers.note_change()
         if self.workers.outage.is_on != was_on:

@@ -1,4 +1,4 @@
-"""One worker's loop: connect, serve a session, and connect again when the session has ended."""
+"""One worker's loop: connect, serve a session, and connect again after its end."""
 
 import asyncio
 import logging
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import structlog
 
 from pagewire_common.epochs import next_epoch
-from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core import Scheduler, SchedulerConfig
 from scheduler_service.engine.sessions.worker_fleet import WorkerFleet
 from scheduler_service.engine.sessions.worker_session import WorkerSession
-from scheduler_service.engine.worker_link.client import DrainedError, SupersededError, UnreachableError, WorkerError
-from scheduler_service.engine.workers.worker import Worker, proposer_of
+from scheduler_service.engine.worker_link.errors import DrainedError, SupersededError, UnreachableError, WorkerError
+from scheduler_service.engine.workers import Worker, proposer_of
 from scheduler_service.wire.codec import WorkerInfo
 
 log = structlog.get_logger()
@@ -22,20 +22,14 @@ log = structlog.get_logger()
 FIRST_RETRY_SECONDS = 0.1
 LAST_RETRY_SECONDS = 2.0
 RETRIES_PER_SECOND = 100
-"""Maximum attempts to connect per second, over all workers. An attempt takes 0.6 ms of CPU time, and there may be
-thousands of addresses at which no worker answers.
-"""
+"""Attempts to connect per second, over all workers, at 0.6 ms of CPU time each."""
 LONG_RETRY_SECONDS = 30.0
-"""Seconds between attempts to use a worker that another scheduler uses, or that fails in every step while other workers
-serve.
-"""
+"""Seconds between attempts if another scheduler uses the worker, or if every step fails while others serve."""
 FIRST_FAILING_RETRY_SECONDS = 5.0
 MAX_OF_A_REASON = 500
 
 
 class WorkerLoop:
-    """Connects to one worker of the fleet and serves sessions with this worker."""
-
     def __init__(self, fleet: WorkerFleet, worker: Worker) -> None:
         self.worker = worker
         self._fleet = fleet
@@ -43,18 +37,14 @@ class WorkerLoop:
         self._is_lost_in_a_step = False
 
     def leave(self) -> bool:
-        """Do not connect again. Returns whether the loop has ended already. The loop ends at once if no session is
-        open.
-        """
+        """Do not connect again, and end at once if no session is open. Returns whether the loop has ended."""
         self.worker.is_wanted = False
         if self.worker.scheduler is None and self._task is not None:
             self._task.cancel()
         return self.worker.scheduler is None
 
     async def run(self) -> None:
-        """Connect to the worker, serve a session, and connect again after a growing pause, as long as the worker's
-        address is known.
-        """
+        """Serve sessions, with growing pauses, while the worker's address is known."""
         self._task = asyncio.current_task()
         worker, workers = self.worker, self._fleet.workers
         pause = FIRST_RETRY_SECONDS
@@ -67,13 +57,12 @@ class WorkerLoop:
             try:
                 await self._serve()
             except WorkerError as error:
-                reason = str(error)[:MAX_OF_A_REASON]  # the reason may quote text of any length that the worker sent
+                reason = str(error)[:MAX_OF_A_REASON]  # may quote text of any length from the worker
                 worker.is_superseded = isinstance(error, SupersededError)
                 is_starting = isinstance(error, UnreachableError) and not worker.epoch
                 if is_starting or isinstance(error, DrainedError):
                     level = logging.INFO
-                # Stack frames and failed tasks refer to each other. Stack frames also refer to the session's scheduler
-                # and its requests.
+                # Stack frames refer to failed tasks, the session's scheduler and its requests.
                 traceback.clear_frames(error.__traceback__)
             except Exception as error:  # an error in this loop must not stop the other workers' loops
                 log.error("worker loop failed", worker=worker.client.address, exc_info=error)
@@ -82,8 +71,7 @@ class WorkerLoop:
             if worker.num_steps > steps_before:
                 pause = FIRST_RETRY_SECONDS
             elif self._is_lost_in_a_step and workers.admits:
-                # The worker was lost in its session's first step. In each further session with this worker, more
-                # requests could become suspects, while other workers could serve these requests.
+                # Each further session could make more requests suspects.
                 pause, longest = max(pause, FIRST_FAILING_RETRY_SECONDS), LONG_RETRY_SECONDS
             if worker.is_superseded:
                 longest = LONG_RETRY_SECONDS
@@ -109,7 +97,11 @@ class WorkerLoop:
         worker.is_superseded = False
         stream = worker.client.open_session(worker.epoch, worker.split)
         try:
-            scheduler = fleet.recorder.scheduler(config, fleet.requests.waiting, worker.client.address, stream)
+            waiting, address = fleet.requests.waiting, worker.client.address
+            if fleet.recorder is None:
+                scheduler = Scheduler(config, waiting, address, time.monotonic())
+            else:
+                scheduler = fleet.recorder.scheduler(config, waiting, address, stream)
         except BaseException:
             stream.close()
             raise
@@ -132,7 +124,6 @@ class WorkerLoop:
             await worker.client.reconnect()
 
     async def _prepare(self) -> tuple[WorkerInfo, SchedulerConfig, Sequence[str]]:
-        """The worker's description of itself, the settings of its scheduler, and its adapters. Raises WorkerError."""
         fleet, client = self._fleet, self.worker.client
         info = await client.get_info()
         config = await fleet.agreement.accept(client, info)
@@ -143,12 +134,10 @@ class WorkerLoop:
         return info, config, await fleet.adapters.check(client, info)
 
     def _check_is_available(self, info: WorkerInfo) -> None:
-        """Raise WorkerError if the worker has a session with another scheduler that this scheduler must not end.
+        """Raise WorkerError if this scheduler must not end the worker's session.
 
-        A scheduler that has just started takes a worker over from another scheduler. Usually, the other scheduler is
-        the predecessor of the new scheduler. If both schedulers run, the configuration is wrong, and the other
-        scheduler's state shows that it has lost the worker. The other scheduler does not take the worker back, because
-        both would then take the worker in turns for ever. Each time, they would recompute the tokens of every request.
+        A new scheduler takes a worker over. The previous scheduler does not take the worker back: two running
+        schedulers would do so in turns, and recompute every request.
         """
         for other in self._fleet.workers.all:
             if other.scheduler is not None and info.instance_id and other.instance_id == info.instance_id:

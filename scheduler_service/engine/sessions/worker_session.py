@@ -1,8 +1,7 @@
-"""One session with a worker: plan steps, send steps, and process their answers.
+"""One session with a worker.
 
-One task plans and sends steps, up to a few steps ahead of their answers. The worker therefore already has its next step
-when it finishes a step. A second task processes the answers, and further tasks watch the worker. The first task that
-fails ends the session, and the session's requests continue on other workers.
+One task sends steps ahead of their answers, so the worker always has a next step; others process answers and watch the
+worker. The first failing task ends the session.
 """
 
 import asyncio
@@ -15,17 +14,16 @@ from typing import Any
 from scheduler_service.core import PreemptionMode, Scheduler
 from scheduler_service.engine.sessions.answer_check import check_answer
 from scheduler_service.engine.sessions.worker_fleet import WorkerFleet
-from scheduler_service.engine.worker_link.client import DrainedError, Session, WorkerError
+from scheduler_service.engine.worker_link.client import watch_health, watch_leaving
+from scheduler_service.engine.worker_link.errors import DrainedError, WorkerError
 from scheduler_service.engine.worker_link.limits import step_timeout
-from scheduler_service.engine.worker_link.watch import watch_health, watch_leaving, watch_steps
-from scheduler_service.engine.workers.worker import Worker
+from scheduler_service.engine.worker_link.session import Session, watch_steps
+from scheduler_service.engine.workers import Worker
 from scheduler_service.wire.codec import WorkerInfo
 
 
 class WorkerSession:
-    """A session, from the opening of its stream until `end`. `held` are the adapters that the worker held before the
-    session.
-    """
+    """One session, until `end`. `held`: adapters on the worker before the session."""
 
     def __init__(
         self, fleet: WorkerFleet, worker: Worker, stream: Session, scheduler: Scheduler, held: Sequence[str]
@@ -40,7 +38,6 @@ class WorkerSession:
         fleet.workers.serving[scheduler] = worker
 
     async def run(self, info: WorkerInfo) -> None:
-        """Serve until a task fails, and raise the task's error."""
         fleet, worker, settings = self._fleet, self._worker, self._fleet.settings
         fleet.admission_changed(worker)
         await _until_one_fails(
@@ -53,15 +50,11 @@ class WorkerSession:
         )
 
     def end(self, reason: Exception | None) -> bool:
-        """End the session: its requests continue on other workers. `reason` is None if this scheduler itself ends the
-        session.
-
-        Returns whether the worker was lost while a step was in flight.
-        """
+        """`reason` is None if this scheduler ends the session. Returns whether the worker was lost during a step."""
         fleet, worker, scheduler = self._fleet, self._worker, self._scheduler
-        # A worker that shuts down does not count as lost. A shutdown may break the stream during a step.
+        # A shutdown is no loss, even if it breaks the stream during a step.
         is_lost = reason is not None and not worker.is_leaving and not isinstance(reason, DrainedError)
-        # If the scheduler itself fails, the requests on the worker do not become suspects.
+        # The scheduler's own failure makes no request a suspect.
         blames_requests = is_lost and isinstance(reason, WorkerError) and reason.blames_requests
         is_lost_in_a_step = is_lost and bool(worker.in_flight)
         worker.num_losses += is_lost
@@ -93,12 +86,13 @@ class WorkerSession:
                 for group in output.ignored:
                     requests.fail(group)
                 if output.preempted:
-                    workers.wake()  # another worker may have room for the session's requests
+                    workers.wake()  # another worker may have room
                 if scheduler.num_preemptions[PreemptionMode.SWAP] != num_swaps:
                     num_swaps = scheduler.num_preemptions[PreemptionMode.SWAP]
                     requests.swapped(list(scheduler.swapped))
                 workers.wake_for(output)
-                self._fetcher.lack(output.lacking_adapters)
+                if output.lacking_adapters or self._fetcher.lacking:
+                    self._fetcher.lack(output.lacking_adapters)
                 ask_again_at = output.ask_again_at
                 if not output.is_empty:
                     worker.in_flight.append(output)
@@ -114,9 +108,7 @@ class WorkerSession:
                     await worker.woken.wait()
 
     def _check_drained(self) -> None:
-        """Raise DrainedError if an operator has drained the worker and no requests are left, or the grace period has
-        ended.
-        """
+        """Raise DrainedError if the worker was drained and has no requests left, or its grace period is over."""
         if self._worker.undrained.is_set():
             return
         if not (self._worker.in_flight or self._scheduler.running or self._scheduler.swapped):
@@ -137,7 +129,7 @@ class WorkerSession:
             except ValueError as error:
                 raise WorkerError(str(error)) from error
             worker.in_flight.popleft()
-            self._fetcher.step_answered()
+            worker.answered.set()
             worker.num_steps += 1
             if output.num_tokens:
                 worker.step_tokens.observe(output.num_tokens)
@@ -152,7 +144,7 @@ class WorkerSession:
 
 
 async def _until_one_fails(*coroutines: Coroutine[Any, Any, None]) -> None:
-    """Run endless coroutines concurrently. Raises the first error after all coroutines have stopped."""
+    """Raises the first error after all coroutines have stopped."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         failed, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

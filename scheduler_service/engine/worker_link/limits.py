@@ -1,6 +1,4 @@
-"""Limits of the served model and its workers. The first worker that joins sets the limits. A worker that joins later
-must have limits that are at least as large.
-"""
+"""The served model's limits: the first worker sets them, later workers must reach them."""
 
 import os
 import re
@@ -15,16 +13,11 @@ from scheduler_service.settings import MAX_BATCHED_TOKENS, MAX_SEQS, SchedulerSe
 from scheduler_service.wire.codec import WorkerInfo
 
 LARGEST_STEPS_BEFORE_TIMEOUT = 10
-"""A step times out after this many times the duration of the largest step, which the worker measured at its start. A
-step with long contexts may take several times as long as the measured step.
-"""
+"""Durations of the largest step, as measured at the worker's start; long contexts take several."""
 
 
 def model_name(model: str) -> str:
-    """The name under which a worker serves this --model value: the name of a folder, or the stem of a GGUF file.
-
-    Raises StartError if the value is a path that does not exist.
-    """
+    """The worker's name for --model: a folder's name, or a GGUF file's stem. Raises StartError for a missing path."""
     path = Path(os.path.expanduser(model))
     if path.exists():
         return path.stem if path.suffix == ".gguf" and path.is_file() else path.resolve().name
@@ -34,10 +27,7 @@ def model_name(model: str) -> str:
 
 
 def max_sequence_tokens(info: WorkerInfo) -> int:
-    """Maximum number of tokens of one sequence on this worker: the model's limit or the pool's size, whichever is
-    smaller. If the model's sliding window fits into the pool, the pool's size does not limit a sequence, because only
-    the window's tokens must be in the cache.
-    """
+    """Tokens of one sequence: at most the model's limit, and the pool unless a sliding window fits into it."""
     if not info.num_device_blocks:
         return info.max_model_len
     if info.sliding_window:
@@ -49,24 +39,20 @@ def max_sequence_tokens(info: WorkerInfo) -> int:
 
 
 def _num_own_blocks(info: WorkerInfo) -> int:
-    """Blocks that are left for a request's own tokens beside the longest encoder input."""
+    """Blocks for a request's own tokens, beside the longest encoder input."""
     return info.num_device_blocks - -(-info.max_encoder_len // info.block_size)
 
 
 def max_num_batched_tokens(settings: SchedulerSettings, info: WorkerInfo) -> int:
-    """Maximum number of tokens in one step of this worker."""
     return min(settings.max_num_batched_tokens or MAX_BATCHED_TOKENS, info.max_num_batched_tokens)
 
 
 def max_num_seqs(settings: SchedulerSettings, info: WorkerInfo) -> int:
-    """Maximum number of sequences in one step of this worker. Each sequence of a step computes at least one token."""
     return min(settings.max_num_seqs or MAX_SEQS, info.max_num_seqs, max_num_batched_tokens(settings, info))
 
 
 def settings_above(settings: SchedulerSettings, info: WorkerInfo) -> dict[str, tuple[int, int]]:
-    """The scheduler's flags whose values exceed this worker's limits. For each flag, the result contains the flag's
-    value and the worker's limit.
-    """
+    """Flags above this worker's limits: the flag's value and the limit."""
     pairs = {
         "--max-num-batched-tokens": (settings.max_num_batched_tokens, info.max_num_batched_tokens),
         "--max-num-seqs": (settings.max_num_seqs, info.max_num_seqs),
@@ -75,9 +61,6 @@ def settings_above(settings: SchedulerSettings, info: WorkerInfo) -> dict[str, t
 
 
 def model_limits(settings: SchedulerSettings, info: WorkerInfo) -> ModelLimits:
-    """The limits of the served model, up to which requests are accepted. The limits follow from the limits of the first
-    worker.
-    """
     context_length = max_sequence_tokens(info)
     return ModelLimits(
         name=settings.served_model_name or info.model_id,
@@ -85,9 +68,7 @@ def model_limits(settings: SchedulerSettings, info: WorkerInfo) -> ModelLimits:
         dtype=info.dtype,
         context_length=context_length,
         block_size=info.block_size,
-        # A request of this size must fit into every worker. A worker that joins later may have less free memory than
-        # the first worker, if other programs used its machine at its start. The size is therefore half of the first
-        # worker's pool, or the longest sequence, whichever is larger.
+        # Half of the first worker's pool: later workers may have less free memory.
         pool_tokens=max(context_length, _num_own_blocks(info) // 2 * info.block_size),
         vocabulary_size=info.vocabulary_size,
         max_num_seqs=max_num_seqs(settings, info),
@@ -107,9 +88,7 @@ def model_limits(settings: SchedulerSettings, info: WorkerInfo) -> ModelLimits:
 
 
 def check_limits(limits: ModelLimits, settings: SchedulerSettings, info: WorkerInfo) -> None:
-    """Raise ValueError if a worker serves another model, or if its limits are smaller than the limits of the served
-    model.
-    """
+    """Raise ValueError for another model, or limits below the served model's."""
     for name, ours, theirs in (
         ("model fingerprint", limits.fingerprint, info.model_fingerprint),
         ("dtype", limits.dtype, info.dtype),
@@ -123,11 +102,11 @@ def check_limits(limits: ModelLimits, settings: SchedulerSettings, info: WorkerI
             raise ValueError(f"the worker's {name} is {theirs}; that of earlier workers is {ours}")
     if limits.has_forms and "forms" not in info.features:
         raise ValueError(
-            "the worker follows no forms, as earlier workers do; start those with --no-forms, or this one with --forms"
+            "the worker supports no forms, but earlier workers do; start them with --no-forms, or this one with --forms"
         )
     if info.num_speculative_tokens > limits.num_lookahead_slots:
         raise ValueError(
-            f"the worker guesses {info.num_speculative_tokens} tokens ahead, for which requests were promised room for "
+            f"the worker makes {info.num_speculative_tokens} drafts, but requests were promised room for "
             f"{limits.num_lookahead_slots}; start it like the first worker, or that one with --speculative-config"
         )
     for name, promised, offered in (
@@ -140,14 +119,12 @@ def check_limits(limits: ModelLimits, settings: SchedulerSettings, info: WorkerI
 
 
 def num_places(info: WorkerInfo) -> int:
-    """Number of adapters that a worker can hold. If a worker does not report this number, it is the number of adapters
-    that one step may use. For a worker without support for adapters the number is 0.
-    """
+    """Adapters that a worker can hold: --max-cpu-loras if reported, else those of one step."""
     return (info.max_cpu_loras or info.max_loras) if info.max_loras else 0
 
 
 def step_timeout(settings: SchedulerSettings, config: SchedulerConfig) -> float:
-    """Seconds that a step may take. After this time the worker counts as lost."""
+    """Seconds of a step after which the worker counts as lost."""
     if not config.prefill_tokens_per_second:
         return settings.step_timeout
     largest_step = config.max_num_batched_tokens / config.prefill_tokens_per_second
@@ -157,15 +134,9 @@ def step_timeout(settings: SchedulerSettings, config: SchedulerConfig) -> float:
 def scheduler_config(
     settings: SchedulerSettings, info: WorkerInfo, limits: ModelLimits | None = None
 ) -> SchedulerConfig:
-    """The core's settings for a worker. Raises ValueError for a worker that the core cannot schedule.
-
-    `limits` are the limits of the first worker. The first worker's step limits apply to all workers, because requests
-    are checked against these limits.
-    """
+    """Raises ValueError if the core cannot schedule the worker. The first worker's step `limits` apply to all."""
     if info.max_encoder_len and max_sequence_tokens(info) < 2:
-        raise ValueError(
-            f"the worker has {info.num_device_blocks} blocks; what its encoder reads of one request takes them all"
-        )
+        raise ValueError(f"the worker has {info.num_device_blocks} blocks; one request's encoder input fills them all")
     num_batched_tokens, num_seqs = max_num_batched_tokens(settings, info), max_num_seqs(settings, info)
     if limits is not None:
         num_batched_tokens = min(num_batched_tokens, limits.max_num_batched_tokens)

@@ -12,22 +12,19 @@ from scheduler_service.core import PoolingParams, PoolingType
 from scheduler_service.frontend.calls.generation import Context
 from scheduler_service.frontend.calls.text_calls import TextCall
 from scheduler_service.frontend.checking.checks import invalid
-from scheduler_service.frontend.checking.resumption import served_fingerprint
 from scheduler_service.frontend.checking.text_items import encode_inputs, longest_input
 from scheduler_service.frontend.link.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
+from scheduler_service.frontend.output.request import served_fingerprint
 from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.frontend.output.streams import MAX_VECTOR_BYTES, OutputDelta
 from scheduler_service.wire.fields import decode_enum
 
 MAX_STEP_BYTES = 16 << 20
-"""Largest number of bytes of the vectors of one step, if all sequences of the step have the same pooling parameters.
-Parsing, decoding and checking 16 MiB of vectors takes 5 ms.
-"""
+"""Vector bytes of one step, if all its sequences have the same pooling parameters: 5 ms of the engine's time."""
 
 
 async def embed(link: EngineLink, request: pb.EmbedRequest, context: Context) -> None:
-    """Serve an Embed call until the call ends. Raises RequestError."""
     async with TextCall(link, request, context) as call:
         model = call.model
         pooling = read_pooling(request, model)
@@ -48,10 +45,7 @@ async def embed(link: EngineLink, request: pb.EmbedRequest, context: Context) ->
 
 
 async def embed_one(link: EngineLink, request: pb.EmbedRequest, context: Context) -> tuple[bytes, int]:
-    """Serve an Embed call with one text.
-
-    Returns the vector of the text and its number of tokens. Raises RequestError.
-    """
+    """The vector of the only text, and the text's number of tokens. Raises RequestError."""
     parts: list[bytes] = []
 
     async def take(_: int, state: RequestState) -> None:
@@ -64,7 +58,6 @@ async def embed_one(link: EngineLink, request: pb.EmbedRequest, context: Context
 
 
 def read_pooling(request: pb.EmbedRequest, model: ServedModel) -> PoolingParams:
-    """Read and check the pooling parameters of an Embed call. Raises RequestError."""
     if not model.embedding_size:
         raise RequestError(grpc.StatusCode.UNIMPLEMENTED, "this model makes no vectors; see GetModel's tasks")
     if request.dimensions > model.embedding_size:
@@ -95,7 +88,7 @@ def read_pooling(request: pb.EmbedRequest, model: ServedModel) -> PoolingParams:
 
 
 def _messages(number: int, state: RequestState, delta: OutputDelta) -> Iterator[pb.EmbedResponse]:
-    """Convert a text's new vectors to messages that any client accepts. The last message of a text has the usage."""
+    """Split a text's new vectors into messages that any client accepts. The last message of a text has the usage."""
     for start in range(0, max(1, len(delta.vectors)), MAX_VECTOR_BYTES):
         message = pb.EmbedResponse(index=number, vectors=delta.vectors[start : start + MAX_VECTOR_BYTES])
         if delta.status is not None and start + MAX_VECTOR_BYTES >= len(delta.vectors):

@@ -1,4 +1,4 @@
-"""Serves Generate calls of both protocols: admission, checks, submission to the engine, and outputs to the client."""
+"""Serves Generate calls: admission, checks, submission to the engine, and outputs to the client."""
 
 import contextlib
 import time
@@ -17,7 +17,6 @@ from pagewire_common.calls.errors import RequestError
 from pagewire_common.calls.patient_writer import PatientWriter
 from scheduler_service.access.caller import caller, tenant_of
 from scheduler_service.core import SequenceStatus
-from scheduler_service.frontend.calls.call_end import recorded
 from scheduler_service.frontend.checking.resumption import check_resumption
 from scheduler_service.frontend.checking.validation import check_names, check_request, check_sizes
 from scheduler_service.frontend.link.engine_call import EngineCall
@@ -31,7 +30,7 @@ from scheduler_service.frontend.output.request_memory import (
     request_bytes,
 )
 from scheduler_service.frontend.output.request_state import RequestState
-from scheduler_service.frontend.output.request_trace import CallTrace, RequestTrace
+from scheduler_service.frontend.output.request_trace import CallTrace, RequestTrace, recorded
 from scheduler_service.frontend.output.streams import OutputDelta
 from scheduler_service.statistics.counts import RequestCounts
 from scheduler_service.statistics.finished_requests import RequestMetrics
@@ -47,12 +46,10 @@ REASONS = {
 }
 
 _CLIENTS_OWN = (grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED)
-"""Statuses of a stream that the client left or resumed in another call."""
+"""Statuses of a stream that the client left, or resumed in another call."""
 
 
 class Answers(Protocol):
-    """Encodes the outputs of one request as a protocol's messages."""
-
     def encode(self, delta: OutputDelta) -> Iterable[Any]:
         """The messages that this delta completes, in order. May raise RequestError."""
 
@@ -69,9 +66,7 @@ async def generate(
 ) -> None:
     """Serve a request until the call ends. Raises RequestError.
 
-    `operation`: the call's name in traces, CHAT or TEXT_COMPLETION.
-    `is_whole`: each output is sent after the output has ended.
-    `num_bytes`: bytes of memory that the call holds in addition to `request`.
+    `is_whole`: send each output only after its end. `num_bytes`: bytes that the call holds in addition to `request`.
     """
     record = _Record()
     with (
@@ -80,13 +75,13 @@ async def generate(
     ):
         check_names(request)
         check_sizes(request)
-        request.tenant = tenant_of(request.tenant)
+        if (api_key := caller.get()) is not None:
+            request.tenant = tenant_of(request.tenant)
+            api_key.check_adapter(request.lora_name)
         request_id = request.request_id or uuid.uuid4().hex
         structlog.contextvars.bind_contextvars(request_id=request_id)
         admitted_bytes = request_bytes(request, errors.request_size.get()) + num_bytes
         key = request_key(request.tenant, request_id)
-        if (api_key := caller.get()) is not None:
-            api_key.check_adapter(request.lora_name)
         resumes = request.HasField("resume")
         has_sound = request.HasField("encoder_sound")
         later_bytes = SOUND_BYTES if has_sound else 0
@@ -98,9 +93,10 @@ async def generate(
             await call.admitted()
         try:
             checked = replace(await check_request(request, request_id, model), adapter_id=adapter_id, is_whole=is_whole)
-            checked = await check_resumption(request, checked, model)
+            if resumes:
+                checked = await check_resumption(request, checked, model)
         except RequestError:
-            await call.admitted()  # a refusal of the place is the first reason
+            await call.admitted()  # if the engine refuses the call, the client learns this reason
             raise
         more_bytes = prompt_logprob_bytes(checked.sampling.prompt_logprobs, len(checked.prompt_token_ids))
         more_bytes += NUMBER_BYTES * model.defaults.num_listed
@@ -119,7 +115,6 @@ async def generate(
 
 
 def _described(trace: CallTrace | None, request: GenerationRequest, model: ServedModel) -> RequestTrace | None:
-    """Describe the request in the call's span and return the request's trace; None without tracing."""
     if trace is None:
         return None
     trace.describe(model.name, request.tenant, request.priority)
@@ -136,7 +131,6 @@ async def allowed_model(link: EngineLink) -> ServedModel:
 
 
 async def _write(state: RequestState, answers: Answers, ended: list[str], writer: PatientWriter) -> None:
-    """Write all messages of the outputs. When an output ends, append its finish reason to `ended`."""
     state.stream.when_cut = writer.give_up
     try:
         async for delta in state.stream:
@@ -165,7 +159,6 @@ def _counting(state: RequestState, ended: list[str]) -> Iterator[None]:
 
 
 def _count_ended(state: RequestState, counts: RequestCounts) -> None:
-    """Observe the figures of a request whose outputs have all ended."""
     request, figures = state.request, state.metrics(time.monotonic())
     counts.request_seconds.observe(figures.total_seconds)
     counts.prompt_tokens.observe(request.num_prompt_tokens)
@@ -184,15 +177,12 @@ def _count_ended(state: RequestState, counts: RequestCounts) -> None:
 
 
 class _Record:
-    """The end of a request. `ended`: finish reasons of the outputs. `state`: set when the engine has the request."""
-
     def __init__(self) -> None:
         self.state: RequestState | None = None
         self.ended: list[str] = []
         self._metrics: RequestMetrics | None = None
 
     def finished(self) -> FinishedRequest:
-        """The request's entry in the operators' list of ended requests."""
         state = self.state
         assert state is not None
         self._metrics = state.metrics(time.monotonic())
@@ -206,7 +196,6 @@ class _Record:
         )
 
     def figures(self) -> dict[str, Any]:
-        """Figures for the log, without any content of the request or the answer."""
         if self.state is None or self._metrics is None:
             return {}
         return {

@@ -1,8 +1,4 @@
-"""A call that is split into parts, such as texts or windows of a sound. Each part is a separate request in the engine.
-
-The engine admits the whole call as one request, with one API key, its quota, and one adapter. The memory of all parts
-also counts as the memory of the call.
-"""
+"""Calls split into parts (texts, windows of a sound): requests of one admission, whose memory counts for the call."""
 
 import contextlib
 import time
@@ -13,7 +9,6 @@ from typing import Any, Self
 from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.access.caller import caller, tenant_of
 from scheduler_service.core import EncoderInput
-from scheduler_service.frontend.calls.call_end import recorded
 from scheduler_service.frontend.calls.generation import Context, allowed_model
 from scheduler_service.frontend.checking.validation import check_characters, check_place
 from scheduler_service.frontend.link.engine_call import EngineCall
@@ -21,29 +16,22 @@ from scheduler_service.frontend.link.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output.request import GenerationRequest, request_key
 from scheduler_service.frontend.output.request_state import RequestState
+from scheduler_service.frontend.output.request_trace import recorded
 from scheduler_service.wire.sampling import RequestSampling
 
 Request = pb.EmbedRequest | pb.ScoreRequest | pb.TranscribeRequest
 
 
 class PartedCall:
-    """A call that is split into parts, from admission to end, as an `async with` block.
-
-    Raises RequestError for a refused call.
-
-    `model` is the served model. `num_tokens` and `num_cached_tokens` count prompt tokens of finished parts.
-    """
+    """A call from admission to end, as an `async with` block. Raises RequestError for a refused call."""
 
     model: ServedModel
     event = ""
-    """The event in the log line that is written when the call ends."""
     operation = ""
-    """The name of the call's operation in traces."""
     later_bytes = 0
     """Bytes of memory that the call takes after its admission, without the parts."""
 
     def __init__(self, link: EngineLink, request: Request, context: Context, num_bytes: int) -> None:
-        """`num_bytes`: bytes of memory of the call, without the memory of its parts."""
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
@@ -83,7 +71,7 @@ class PartedCall:
         self._open.__exit__(*error)
 
     def _check(self) -> None:
-        """Make cheap checks of the request, which need no model. Raises RequestError."""
+        """Cheap checks of the request, which need no model. Raises RequestError."""
 
     @contextlib.asynccontextmanager
     async def part(
@@ -93,7 +81,7 @@ class PartedCall:
         sampling: RequestSampling,
         encoder_input: EncoderInput | None = None,
     ) -> AsyncIterator[RequestState]:
-        """Submit a part to the engine. Read the stream of the part inside the `with` block. Raises RequestError."""
+        """Submit a part. Read the part's stream inside the `with` block. Raises RequestError."""
         request = self._request
         checked = GenerationRequest(
             request_id=f"{self._id}-{number}",
@@ -119,9 +107,7 @@ class PartedCall:
         state.counts.finished(num_tokens, num_output_tokens)
 
     def _known(self) -> dict[str, Any]:
-        """Names and values for the call's log line."""
         return {"request_id": self._id, "prompt_tokens": self.num_tokens, **self._figures()}
 
     def _figures(self) -> dict[str, Any]:
-        """Values about the call's parts, for the call's log line."""
         return {}

@@ -18,13 +18,12 @@ from scheduler_service.frontend.link.engine_link import EngineLink
 from scheduler_service.frontend.model import MAX_SCORED
 from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.frontend.text.tokenization import Text
-from scheduler_service.wire.submission import floats
+from scheduler_service.wire.front_end import floats
 
 QUERY, DOCUMENT = "{query}", "{document}"
 
 
 async def score(link: EngineLink, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
-    """Serve a Score call. Raises RequestError."""
     async with TextCall(link, request, context) as call:
         if call.model.num_labels:
             scores = await _scores_of_pairs(call, request)
@@ -45,7 +44,7 @@ async def score(link: EngineLink, request: pb.ScoreRequest, context: Context) ->
 async def _scores_of_pairs(call: TextCall, request: pb.ScoreRequest) -> list[float]:
     model, scores = call.model, [0.0] * len(request.documents)
     if model.num_labels > MAX_SCORED:
-        reason = f"this model tells {model.num_labels} classes apart; a score needs one class or two"
+        reason = f"this model has {model.num_labels} classes; a score needs one or two"
         raise RequestError(grpc.StatusCode.UNIMPLEMENTED, reason)
 
     async def take(number: int, state: RequestState) -> None:
@@ -59,7 +58,6 @@ async def _scores_of_pairs(call: TextCall, request: pb.ScoreRequest) -> list[flo
 
 
 def _longest(request: pb.ScoreRequest, num_characters: int) -> int:
-    """An upper bound of the number of tokens of the longest document with `num_characters` characters of other text."""
     return most_tokens(max(map(len, request.documents)) + num_characters)
 
 
@@ -75,11 +73,7 @@ def _pairs(request: pb.ScoreRequest) -> Iterator[Text]:
 
 
 def _score(outputs: Sequence[float], *, plain: bool) -> float:
-    """The score of a document, from the classifier's outputs for one or two classes.
-
-    For one class, the score is the logistic function of the output or, with `plain`, the output itself. For two
-    classes, the score is the second class's probability (softmax).
-    """
+    """One class: the logistic function of the output or, with `plain`, the output. Two: the softmax of the second."""
     if plain and len(outputs) == 1:
         return outputs[0]
     margin = outputs[0] if len(outputs) == 1 else outputs[1] - outputs[0]
@@ -95,9 +89,7 @@ _SIMILARITIES: Mapping[str, Callable[[Sequence[float], Sequence[float]], float]]
     "euclidean": lambda query, document: -math.dist(query, document),
     "manhattan": lambda query, document: -sum(map(abs, map(sub, query, document))),
 }
-"""Functions for the similarity of two vectors, by sentence-transformers' names. Distances are negated, so that similar
-texts have high scores.
-"""
+"""Similarity of two vectors, by sentence-transformers' names. Distances are negated: similar texts have high scores."""
 
 
 async def _similarities(call: TextCall, request: pb.ScoreRequest) -> list[float]:

@@ -1,8 +1,6 @@
-"""Calls with many texts (Embed, Score). Each text of a call is a separate request in the engine.
+"""Calls with many texts (Embed, Score), each a separate request in the engine.
 
-After admission, a call reserves memory for some of its texts, and its other texts wait, so that no text is refused
-because other texts of the same call take memory. Results are sent in the order of the texts. Only texts in flight take
-memory, and a client that reads slowly delays only its own call.
+A call reserves memory for some of its texts while the others wait, so that they never cause a refusal.
 """
 
 import asyncio
@@ -28,23 +26,16 @@ from scheduler_service.wire.sampling import RequestSampling
 
 MAX_TEXTS = 2048
 IN_FLIGHT = 256
-"""Largest number of one call's texts in the engine. At 16 tokens a text, 256 texts fill two steps of 2,048 tokens, so
-the texts of the next step are ready while a step is computed. With this limit, MiniLM on two cores embeds 225 texts a
-second; with a limit of 128 texts, it embeds 176 texts a second.
+"""Largest number of one call's texts in the engine. At 16 tokens a text, 256 texts fill two steps of 2,048 tokens.
+MiniLM on two cores embeds 225 texts a second; with a limit of 128, it embeds 176.
 """
 IN_FLIGHT_BYTES = 32 << 20
-"""Bytes of memory for one call's texts in flight. A single text may take more memory if it has a vector for each token.
-"""
+"""Bytes of one call's texts in flight. A single text with a vector for each token may take more."""
 
 Take = Callable[[int, RequestState], Awaitable[None]]
-"""A function that handles the result of a text. The arguments are the text's index in the call and the state of the
-text's request.
-"""
 
 
 class TextCall(PartedCall):
-    """A call with one part for each text."""
-
     event = "texts closed"
 
     def __init__(self, link: EngineLink, request: pb.EmbedRequest | pb.ScoreRequest, context: Context) -> None:
@@ -64,12 +55,7 @@ class TextCall(PartedCall):
         return {"num_texts": self._num_parts}
 
     async def run(self, items: AsyncIterator[TextItem], pooling: PoolingParams, take: Take, longest: int) -> None:
-        """Compute the vectors of every text, and pass the results to `take` in the order of the texts.
-
-        Raises RequestError.
-
-        `longest`: an upper bound of the number of tokens of the longest text.
-        """
+        """Compute the vectors of every text, and pass them to `take` in the order of the texts. Raises RequestError."""
         room = _Room(self._call, _bytes_of(min(longest, self.model.context_length), pooling))
         number, before = 0, asyncio.Event()
         before.set()
@@ -94,10 +80,7 @@ class TextCall(PartedCall):
         before: asyncio.Event,
         after: asyncio.Event,
     ) -> None:
-        """Compute one text.
-
-        `before` is set once the results of all earlier texts are sent, and `after` once this text's result is.
-        """
+        """Compute one text, between the events of the previous text's result (`before`) and its own (`after`)."""
         pooled = replace(pooling, num_first_tokens=item.num_first_tokens)
         async with self.part(number, item.token_ids, RequestSampling(max_tokens=1, pooling=pooled)) as state:
             await before.wait()
@@ -106,16 +89,12 @@ class TextCall(PartedCall):
 
 
 def _bytes_of(num_tokens: int, pooling: PoolingParams) -> int:
-    """Bytes of memory of a text and its vectors."""
     num_vectors = num_tokens if pooling.type is PoolingType.ALL else 1
     return text_bytes(num_tokens, num_vectors * pooling.vector_bytes)
 
 
 class _Room:
-    """Limits the texts of a call that are in the engine, by their number and by the memory that the call has reserved.
-
-    From the first text on, the call has reserved at least `least` bytes, which is enough for its longest text.
-    """
+    """Limits the texts of a call in the engine. `least`: the smallest reservation in bytes, for the longest text."""
 
     def __init__(self, call: EngineCall, least: int) -> None:
         self._call = call
@@ -126,10 +105,7 @@ class _Room:
         self._left = asyncio.Event()
 
     async def enter(self, num_bytes: int) -> None:
-        """Wait until the limits allow another text.
-
-        Raises RequestError if there is too little memory for a single text.
-        """
+        """Wait until the limits allow another text. Raises RequestError if a single text does not fit into memory."""
         while self._num_texts >= IN_FLIGHT or self._num_bytes + num_bytes > self._held:
             if self._num_texts >= IN_FLIGHT or not await self._grow(self._num_bytes + num_bytes - self._held):
                 self._left.clear()
@@ -138,10 +114,7 @@ class _Room:
         self._num_bytes += num_bytes
 
     async def _grow(self, missing: int) -> bool:
-        """Reserve at least `missing` more bytes, up to twice the memory reserved so far.
-
-        Returns whether enough memory was free.
-        """
+        """Reserve at least `missing` more bytes, or more for later. Returns whether enough memory was free."""
         more, allowed = max(missing, self._least - self._held), IN_FLIGHT_BYTES - self._held
         if self._num_texts:
             if missing > allowed:

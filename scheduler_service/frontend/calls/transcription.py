@@ -1,7 +1,4 @@
-"""Serves Transcribe calls, which convert the speech in a sound to text, in windows of 30 seconds.
-
-Each window is a separate request in the engine. The text of a window determines where the next window starts.
-"""
+"""Serves Transcribe calls, in windows of 30 seconds. The text of a window determines where the next one starts."""
 
 import math
 import secrets
@@ -35,22 +32,18 @@ from scheduler_service.frontend.speech.words import Word, timed_words
 from scheduler_service.wire.sampling import RequestSampling
 
 MIN_STEP = SAMPLE_RATE
-"""Smallest number of samples between the starts of two windows: one second. If the last complete segment of a window
-ends within its first second, the model has invented the text.
-"""
+"""Smallest number of samples between two windows: the model invents text that ends within a window's first second."""
 SAMPLES_PER_TOKEN = round(SAMPLE_RATE * SECONDS_PER_TIMESTAMP)
-"""Number of samples of sound for each position of the encoder's output."""
+"""Samples of sound for each position of the encoder's output."""
 MAX_SECONDS = 3600.0
-"""Largest number of seconds of a sound that is transcribed."""
 MAX_PROMPT_CHARACTERS = 1 << 16
 PREVIOUS = "<|startofprev|>"
-"""The token that marks the following tokens of a decoder's prompt as earlier text."""
+"""Marks the following tokens of a decoder's prompt as earlier text."""
 NO_SPEECH = ("<|nospeech|>", "<|nocaptions|>")
-"""The name of the token that marks a window as silent, in newer and in older models."""
+"""The silence token's name, in newer and in older models."""
 
 
 async def transcribe(link: EngineLink, request: pb.TranscribeRequest, context: Context) -> None:
-    """Serve a Transcribe call until the call ends. Raises RequestError."""
     async with _SpeechCall(link, request, context) as call:
         writer = PatientWriter(context, link.stall_timeout)
         try:
@@ -62,8 +55,6 @@ async def transcribe(link: EngineLink, request: pb.TranscribeRequest, context: C
 
 
 class _SpeechCall(PartedCall):
-    """A Transcribe call, with one or more parts for each window of the sound."""
-
     event, operation, later_bytes = "transcription closed", TRANSCRIPTION, SOUND_BYTES
 
     def __init__(self, link: EngineLink, request: pb.TranscribeRequest, context: Context) -> None:
@@ -87,7 +78,7 @@ class _SpeechCall(PartedCall):
         request, model = self._speech, self.model
         tokens = model.speech_tokens
         if tokens is None:
-            raise RequestError(grpc.StatusCode.UNIMPLEMENTED, f"{model.name} does not write down what it hears")
+            raise RequestError(grpc.StatusCode.UNIMPLEMENTED, f"{model.name} does not transcribe")
         task = "translate" if request.translate else "transcribe"
         self._check_asked(tokens, task)
         seed = request.seed if request.HasField("seed") else secrets.randbits(63)
@@ -156,14 +147,14 @@ class _SpeechCall(PartedCall):
             invalid("translate is set, and this model does not translate")
         if self._speech.words and not tokens.aligns:
             invalid(
-                f"words is set, and the generation_config.json of {self.model.name} names no alignment_heads, by which "
-                "times of words are found"
+                f"words is set, and the generation_config.json of {self.model.name} names no alignment_heads, which "
+                "give the times of words"
             )
         if self._speech.words and self.model.tokenizer is None:
-            invalid(f"words is set, and {self.model.name} has no tokenizer to tell words apart with")
+            invalid(f"words is set, and {self.model.name} has no tokenizer, which finds the words")
 
     async def _tokens_before(self) -> Sequence[int]:
-        """The last tokens of the prompt that the client sent, up to half of the model's context."""
+        """The last tokens of the client's prompt, up to half of the model's context."""
         text, tokenizer = self._speech.prompt.strip(), self.model.tokenizer
         if not text:
             return ()
@@ -174,10 +165,7 @@ class _SpeechCall(PartedCall):
         return (previous, *token_ids[1 - self.model.context_length // 2 :])
 
     async def _find_language(self, features: EncoderInput, tokens: SpeechTokens) -> str:
-        """Detect the likeliest language of a window.
-
-        The encoder's result is cached for the next request with the same window.
-        """
+        """The likeliest language of a window, whose encoder result stays cached for the next request."""
         codes = {token_id: code for code, token_id in tokens.languages.items()}
         sampling = RequestSampling(max_tokens=1, allowed_token_ids=sorted(codes))
         found = next(iter(codes))
@@ -187,11 +175,7 @@ class _SpeechCall(PartedCall):
         return codes[found]
 
     async def _find_silence(self, prompt: Sequence[int], features: EncoderInput) -> float | None:
-        """The probability that a window is silent: the probability of the silence token behind the start token.
-
-        The request allows only the silence token, but the log-probability that it returns is computed without this
-        restriction.
-        """
+        """The probability of the silence token, before the request's restriction to this token."""
         tokenizer = self.model.tokenizer
         found = (tokenizer.token_id(name) for name in NO_SPEECH) if tokenizer is not None else iter(())
         if (token_id := next((token for token in found if token is not None), None)) is None:
@@ -212,10 +196,9 @@ class _SpeechCall(PartedCall):
         num_samples: int,
         writer: PatientWriter,
     ) -> Sequence[float]:
-        """The start of each token of the segments and the end of the last token, in seconds from the window's start.
+        """The start of each token and the end of the last token, in seconds from the window's start.
 
-        The prompt of the request is a transcript without timestamps, because the alignment heads in the model's files
-        follow the sound only for such a prompt.
+        The model's alignment heads follow the sound only for a prompt without timestamps.
         """
         prompt = [*plain, *(token_id for segment in segments for token_id in segment.token_ids)]
         check_context("a window's text, whose words are to be timed,", len(prompt), self.model)

@@ -1,1 +1,1 @@
-"""Checks of a request before it is sent to the engine: prompts, sampling parameters, resumptions and so on."""
+"""Checks of a request before it is sent to the engine."""

@@ -1,4 +1,4 @@
-"""Checks the output that a client has already received from a broken stream, and adds this output to the request."""
+"""Checks the output that a client has received from a broken stream, and adds it to the request."""
 
 import asyncio
 from array import array
@@ -11,21 +11,13 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.calls.errors import RequestError
 from scheduler_service.frontend.checking.checks import check_token_ids, invalid, take_token_ids
 from scheduler_service.frontend.model import ServedModel
-from scheduler_service.frontend.output.request import GenerationRequest, Resumption
+from scheduler_service.frontend.output.request import GenerationRequest, Resumption, served_fingerprint
 from scheduler_service.frontend.text.output_text import OutputText
-
-
-def served_fingerprint(model: ServedModel, adapter: str) -> str:
-    """The fingerprint of a model together with an adapter, if the request names one."""
-    return f"{model.fingerprint}+{adapter}" if adapter else model.fingerprint
 
 
 async def check_resumption(
     message: pb.GenerateRequest, request: GenerationRequest, model: ServedModel
 ) -> GenerationRequest:
-    """Add the data of the message's field `resume`, if present, to the checked request. Raises RequestError."""
-    if not message.HasField("resume"):
-        return request
     resume = message.resume
     served = served_fingerprint(model, request.adapter_id)
     if resume.model_fingerprint not in ("", served):
@@ -65,10 +57,7 @@ async def check_resumption(
 
 
 def _check_indices(outputs: Sequence[pb.ResumedOutput], num_outputs: int) -> dict[int, str]:
-    """The name of each resumed output in error messages, by the output's index.
-
-    Raises RequestError for invalid indices.
-    """
+    """The name of each resumed output in error messages, by the output's index."""
     if len(outputs) > num_outputs:
         invalid(f"resume.outputs has {len(outputs)} entries; at most {num_outputs} (sampling.n) are allowed")
     places: dict[int, str] = {}
@@ -85,11 +74,11 @@ def _check_indices(outputs: Sequence[pb.ResumedOutput], num_outputs: int) -> dic
 def _check_number(field: str, num_tokens: int, request: GenerationRequest) -> None:
     most = request.sampling.max_tokens
     if num_tokens >= most:
-        invalid(f"{field} has {num_tokens} entries; an output that goes on has fewer than {most}")
+        invalid(f"{field} has {num_tokens} entries; an unfinished output has fewer than {most}")
 
 
 def _check_tokens(field: str, token_ids: Sequence[int], request: GenerationRequest, model: ServedModel) -> None:
-    """Refuse an output that already contains an end token, because the server has nothing left to generate."""
+    """Refuse an output with an end token, because nothing is left to generate."""
     sampling = request.sampling
     check_token_ids(field, token_ids, model)
     for position in range(sampling.min_tokens, len(token_ids)):
@@ -105,11 +94,10 @@ def _check_prompt_logprobs(count: int, request: GenerationRequest) -> None:
 
 
 def _seed(message: pb.GenerateRequest, request: GenerationRequest, *, is_needed: bool) -> int:
-    """The seed that the broken stream used. Raises RequestError if it is missing or contradicts the request's seed."""
     resume, sampling = message.resume, message.sampling
     if not resume.HasField("seed"):
         if is_needed and not sampling.HasField("seed"):
-            invalid("resume.seed is missing: it is the seed that the first message of the broken stream carried")
+            invalid("resume.seed is missing: take it from the first message of the broken stream")
         return request.sampling.seed
     if sampling.HasField("seed") and sampling.seed != resume.seed:
         invalid(f"resume.seed is {resume.seed} and sampling.seed {sampling.seed}; they must be the same")
@@ -119,10 +107,7 @@ def _seed(message: pb.GenerateRequest, request: GenerationRequest, *, is_needed:
 def _replay(
     token_ids: Mapping[int, Sequence[int]], places: Mapping[int, str], request: GenerationRequest, model: ServedModel
 ) -> dict[int, OutputText]:
-    """Decode the received tokens of each output again.
-
-    Call `_replay` on a thread, because it takes about 2 µs a token.
-    """
+    """Decode the received tokens again, on a thread: 2 µs a token."""
     texts: dict[int, OutputText] = {}
     for index, tokens in token_ids.items():
         texts[index] = request.text(model.tokenizer)

@@ -33,19 +33,15 @@ from scheduler_service.frontend.checking.checks import (
 )
 from scheduler_service.frontend.forms.forms import FormError
 from scheduler_service.frontend.model import ServedModel
-from scheduler_service.frontend.output.output_failure import NOTHING_ALLOWED
+from scheduler_service.frontend.output.request import NOTHING_ALLOWED
 from scheduler_service.wire.sampling import RequestSampling
 
-# Lower positive temperatures are raised to this value: outputs stay the same, and dividing logits by less could
-# overflow.
+# Lower positive temperatures are raised to this value: outputs stay the same, and logits cannot overflow.
 MIN_TEMPERATURE = 0.01
 
 
 async def read_sampling(sampling: pb.SamplingParams, prompt: Sequence[int], model: ServedModel) -> RequestSampling:
-    """Check the sampling parameters that depend on the prompt, and fill in defaults. Call `check_sampling` first.
-
-    Raises RequestError.
-    """
+    """Check the sampling parameters that depend on the prompt, and fill in defaults. Call `check_sampling` first."""
     max_tokens = _max_tokens(sampling, len(prompt), model)
     if sampling.stop:
         require_tokenizer("sampling.stop", model)
@@ -57,7 +53,7 @@ async def read_sampling(sampling: pb.SamplingParams, prompt: Sequence[int], mode
         check_token_ids("sampling.bad_words", word, model)
     allowed = await take_token_ids(sampling.allowed_token_ids)
     check_token_ids("sampling.allowed_token_ids", allowed, model)
-    form = await _read_form(sampling, model)
+    form = await _read_form(sampling, model) if sampling.WhichOneof("constraint") else ""
     ends = _ends(sampling, model, len(prompt), max_tokens)
     checked = _sampling_params(sampling, model, ends, bad_words, await _distinct(allowed, model), form)
     if not checked.allows_some(prompt, 0):
@@ -137,7 +133,6 @@ def _check_strings(name: str, strings: Sequence[str], most: int) -> None:
 
 
 async def _read_form(sampling: pb.SamplingParams, model: ServedModel) -> str:
-    """The grammar of the requested output form; "" if the request has no form. Raises RequestError."""
     try:
         return await model.forms.read(sampling, undeclared_keys=model.undeclared_keys)
     except FormError as error:
@@ -164,9 +159,9 @@ def _max_tokens(sampling: pb.SamplingParams, num_prompt_tokens: int, model: Serv
     room = model.context_length - num_prompt_tokens
     name = max(("n", "best_of", "beam_width"), key=lambda name: getattr(sampling, name))
     if (n := getattr(sampling, name)) > 1:
-        # The outputs of a request share only full blocks of the prompt in the KV cache. Without beam search, a block
-        # that ends with the prompt is not shared, because each output computes the last prompt token itself. The last
-        # token of an output is never stored in the KV cache.
+        # Outputs share only full blocks of the prompt. Without beam search, a block that ends with the prompt is not
+        # shared, because each output computes the last prompt token itself. The last token of an output is never stored
+        # in the KV cache.
         shared = (num_prompt_tokens - (not sampling.beam_width)) // model.block_size
         blocks_each = (model.pool_tokens // model.block_size - shared) // n
         in_pool = (shared + blocks_each) * model.block_size - model.num_lookahead_slots + 1 - num_prompt_tokens
@@ -188,8 +183,8 @@ def _max_tokens(sampling: pb.SamplingParams, num_prompt_tokens: int, model: Serv
         most = model.defaults.max_tokens(num_prompt_tokens)
         if most is not None and most < 1:
             invalid(
-                f"the prompt has {num_prompt_tokens} tokens, and the model's generation config ends prompt and output "
-                f"at max_length {model.defaults.max_length}; set sampling.max_tokens, or send fewer"
+                f"the prompt has {num_prompt_tokens} tokens, and the model's generation config limits prompt and "
+                f"output to max_length {model.defaults.max_length} together; set sampling.max_tokens, or send fewer"
             )
         max_tokens = room if most is None else min(room, most)
     if sampling.min_tokens > max_tokens:
@@ -249,7 +244,6 @@ def _sampling_params(
 
 
 def _bans(defaults: GenerationDefaults) -> TranscriptParams | None:
-    """The tokens that the model's generation config bans, as parameters of a transcript without timestamps."""
     if not (defaults.suppressed or defaults.begin_suppressed):
         return None
     return TranscriptParams(suppressed=defaults.suppressed, begin_suppressed=defaults.begin_suppressed)

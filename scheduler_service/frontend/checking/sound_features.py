@@ -1,4 +1,4 @@
-"""Converts a request's sound to the encoder's features, on threads. Error messages are sent to the client."""
+"""Converts a request's sound to the encoder's features, on threads."""
 
 import asyncio
 import hashlib
@@ -12,22 +12,20 @@ from scheduler_service.frontend.speech.sound import SAMPLE_RATE, Samples, Sound
 from scheduler_service.frontend.speech.sound_error import SoundError
 
 BAND_BYTES = 4 * NUM_FRAMES
-"""Bytes of one frequency band in the features of a window."""
-TOO_SHORT = "sound: data is shorter than 10 ms, of which nothing can be heard"
+TOO_SHORT = "sound: data is shorter than 10 ms; send a longer sound"
 
 
 async def read_sound(sound: pb.Sound, model: ServedModel) -> EncoderInput:
-    """The features of a sound that fits into one window of 30 s. Raises RequestError."""
+    """The features of a sound of at most one window (30 s). Raises RequestError."""
     opened = await open_sound(sound, WINDOW / SAMPLE_RATE)
     samples = await read_window(opened, 0)
     if len(samples) < HOP:
         invalid(TOO_SHORT)
-    await read_window(opened, WINDOW)  # refuses a longer sound even if its header states a length within the window
+    await read_window(opened, WINDOW)  # refuses a longer sound even if its header states a shorter length
     return await read_features(samples, model)
 
 
 async def open_sound(sound: pb.Sound, max_seconds: float) -> Sound:
-    """Open and check a sound. Raises RequestError."""
     try:
         return await asyncio.to_thread(lambda: Sound(sound.data, max_seconds))
     except SoundError as error:

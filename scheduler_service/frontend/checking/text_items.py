@@ -1,4 +1,4 @@
-"""Encodes the texts of a call as token ids, a few texts at a time. Every error message names the text and the limit."""
+"""Encodes the texts of a call as token ids, a few texts at a time."""
 
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
@@ -14,23 +14,20 @@ T = TypeVar("T")
 TEXTS_AT_ONCE = 16
 TOKENS_OF_CHARACTER = 4
 TOKENS_AROUND = 8
-"""Largest number of special tokens that the tokenizer adds to a text."""
 CHARACTERS_AT_ONCE = 1 << 16
 """Largest number of characters of all texts that are encoded together."""
 
 
 def longest_input(request: pb.EmbedRequest) -> int:
-    """An upper bound of the number of tokens of the longest input of an Embed call."""
     return max(len(item.token_ids.ids) or most_tokens(len(item.text)) for item in request.inputs)
 
 
 def most_tokens(num_characters: int) -> int:
-    """An upper bound of a text's number of tokens, if the tokenizer's normalization expands no characters."""
+    """An upper bound of a text's tokens, if the tokenizer's normalization expands no characters."""
     return TOKENS_OF_CHARACTER * num_characters + TOKENS_AROUND
 
 
 async def encode_inputs(request: pb.EmbedRequest, model: ServedModel) -> AsyncIterator[TextItem]:
-    """Encode the inputs of an Embed call in order. Raises RequestError."""
     for some in _batches(enumerate(request.inputs), lambda numbered: len(numbered[1].text)):
         names = [f"inputs[{number}]" for number, item in some if item.HasField("text")]
         texts = [item.text for _, item in some if item.HasField("text")]
@@ -47,14 +44,13 @@ async def encode_inputs(request: pb.EmbedRequest, model: ServedModel) -> AsyncIt
 async def encode_texts(
     named: Iterable[tuple[str, Text]], model: ServedModel, *, truncate: bool
 ) -> AsyncIterator[TextItem]:
-    """Encode texts in order. `named` has a name for error messages with each text. Raises RequestError."""
+    """Encode texts in order. `named`: each text with its name for error messages. Raises RequestError."""
     for some in _batches(named, lambda pair: _length(pair[1])):
         for item in await _encode([text for _, text in some], [name for name, _ in some], model, truncate):
             yield item
 
 
 def _batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Split items into groups that are encoded together. `size` returns the number of an item's characters."""
     batch: list[T] = []
     num_characters = 0
     for item in items:
@@ -79,7 +75,7 @@ async def _encode(texts: Sequence[Text], names: Sequence[str], model: ServedMode
         encoded = await tokenizer.encode_texts(texts, most=most, truncate=truncate)
     except TooManyTokensError as error:
         # Truncation cuts only the second text of a pair.
-        advice = "the query fills them, and is not cut: shorten it" if truncate else "set truncate to cut it"
+        advice = "the query alone is too long, and is not cut: shorten it" if truncate else "set truncate to cut it"
         invalid(f"{names[error.args[0]]} has more tokens than the {most} that this model reads; {advice}")
     for name, item in zip(names, encoded, strict=True):
         _check(name, item.token_ids, item.largest_id, model)

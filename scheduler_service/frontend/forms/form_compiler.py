@@ -1,8 +1,4 @@
-"""The process that compiles output forms (`compile_form`). The front end starts the compiling process.
-
-A malicious form can take hours and all memory to compile, and llguidance cannot be interrupted. For this reason,
-limited_work.py limits the time and memory of the process that compiles forms.
-"""
+"""The process that compiles output forms, within limits: a malicious form can take hours and all memory."""
 
 import json
 import re
@@ -27,41 +23,32 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MAX_KEPT = 32 << 20
-"""Bytes of resident memory of the compiling process, which starts with 20 MiB. If the process exceeds `MAX_KEPT`, it
-exits after the current form.
-"""
+"""Resident bytes above which the process exits after the current form. It starts with 20 MiB."""
 MAX_GRAMMAR = 256 << 10
-"""Largest number of characters of a schema's grammar for llguidance. The client's schema grows if its objects are
-closed (schema_objects.py).
-"""
+"""Largest number of characters of a schema's grammar, which grows if objects are closed (schema_objects.py)."""
 
 _JSON_OPTIONS: "JsonCompileOptions" = {
     # Without a limit, small models generate whitespace until the output reaches its maximum length.
     "whitespace_pattern": r"[ \n\r\t]{1,32}",
-    # A client's schema may set llguidance's options `lenient` and `coerce_one_of`, which would permit invalid outputs.
+    # A client's schema may set these two options, which would permit invalid outputs.
     "lenient": False,
     "coerce_one_of": False,
 }
 _TOKENIZER = LLTokenizer("byte")
-"""A tokenizer whose tokens are bytes. Loading the model's tokenizer would take seconds and most of the compiling
-process's memory.
-"""
+"""Tokens are bytes: loading the model's tokenizer would take seconds and most of the process's memory."""
 _ONE_OF = (
-    'its "oneOf" has alternatives that are not visibly different; they are if their types differ, or if each demands a '
-    'key with a "const" of its own. Or say "anyOf"'
+    'the alternatives of "oneOf" must differ in type, or each must require a key with a "const" of its own; '
+    'or use "anyOf"'
 )
 _OF_THE_MODEL = re.compile(r"special token|token range|token id", re.IGNORECASE)
-"""Matches errors about tokens that a grammar names. Only workers have the model's tokens: the compiling process has a
-tokenizer of bytes.
-"""
+"""Errors about tokens that a grammar names, which only workers know."""
 
 
 def compile_form(kind: str, texts: Sequence[str], *, closes_objects: bool = False) -> tuple[str, str]:
-    """Compile a form. Returns the grammar and an error message, which is "" for a valid form.
+    """Compile a form to a grammar, and test it with the workers' limits. Returns also an error, "" for a valid form.
 
-    With `closes_objects`, a JSON object may only have keys that the schema names. The keyword `additionalProperties` of
-    a schema overrides the argument `closes_objects`. The grammar is tested with the llguidance limits that workers use,
-    so that a form that exceeds these limits is refused before the first token. Raises MemoryError or RecursionError.
+    `closes_objects`: objects have only keys of the schema, unless it sets `additionalProperties`. Raises MemoryError or
+    RecursionError.
     """
     try:
         grammar = _schema_grammar(texts[0], closes_objects) if kind == "json_schema" else _grammar(kind, texts)
@@ -73,19 +60,19 @@ def compile_form(kind: str, texts: Sequence[str], *, closes_objects: bool = Fals
             error = "" if error.startswith("WARNING") else error
     except (MemoryError, RecursionError):
         raise
-    except (AttributeError, KeyError, TypeError):  # a keyword of the schema has a value of a wrong type
-        return "", "a keyword in it has a value of another kind than it must have"
-    except BaseException as failure:  # a panic in Rust is a `BaseException`, not an `Exception`
+    except (AttributeError, KeyError, TypeError):
+        return "", "a keyword in it has a value of a wrong type"
+    except BaseException as failure:  # a panic in Rust is no `Exception`
         grammar, error = "", str(failure) or type(failure).__name__
     return grammar, _ONE_OF if "coerce_one_of" in error else error
 
 
 def _schema_grammar(text: str, closes_objects: bool) -> str:
     schema = read_schema(text)
-    if isinstance(schema, bool):  # llguidance takes options only for a schema that is an object
+    if isinstance(schema, bool):  # llguidance takes options only for an object
         schema = {} if schema else {"not": {}}
     if isinstance(schema, dict) and "x-guidance" in schema:
-        raise SchemaError("x-guidance is not obeyed here; leave it out")
+        raise SchemaError("x-guidance is not supported; leave it out")
     rewrite_counts(schema)
     check_ends(schema)
     tag_unions(schema)
@@ -98,7 +85,7 @@ def _schema_grammar(text: str, closes_objects: bool) -> str:
     except NumberError:
         grammar = LLMatcher.grammar_from_lark(schema_grammar(schema, options))
     if len(grammar) > MAX_GRAMMAR:
-        raise SchemaError(f"its grammar has {len(grammar)} characters; at most {MAX_GRAMMAR} can be followed")
+        raise SchemaError(f"its grammar has {len(grammar)} characters; at most {MAX_GRAMMAR} are allowed")
     return grammar
 
 

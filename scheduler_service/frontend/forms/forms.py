@@ -1,8 +1,5 @@
-"""Compiles the output form of a request (a JSON schema, regex, choice or grammar) to a grammar, and tests the grammar.
-
-The library llguidance compiles output forms, in processes that are killed at a time limit (form_compiler.py). Two such
-processes run, so that a slow form does not delay all other forms. If several requests have the same form at the same
-time, the form is compiled once. Workers use the grammar to mask tokens (worker_service/execution/sampling/forms.py).
+"""Compiles the output form of a request (JSON schema, regex, choice or grammar) to a grammar, which workers use to mask
+tokens, and caches grammars.
 """
 
 import asyncio
@@ -20,29 +17,24 @@ from scheduler_service.frontend.limited.limited_process import LimitedProcess, L
 MAX_FORM_BYTES = 64 << 10
 MAX_CHOICES = 1024
 MAX_KEPT_BYTES = 4 << 20
-"""Largest number of bytes of cached grammars and cached error messages together."""
+"""Bytes of cached grammars and cached errors together."""
 REFUSAL_SECONDS = 60.0
-"""Seconds for which the refusal of a form is cached. A form that ran out of compile time may succeed at a later try,
-because compile time depends on the machine's load.
-"""
+"""Seconds for which a refusal is cached: compile time depends on the machine's load."""
 MAX_REASON = 500
-"""Largest number of characters of an error message about a form."""
 NUM_COMPILERS = 2
 MAX_MEMORY = 256 << 20
-"""Largest number of data bytes of a compiling process, which starts with 13 MiB of data. Compiling a schema of 50 KB
-with 1,800 properties takes 34 MiB. No tested form took more than 90 MiB within `MAX_SECONDS`.
+"""Data bytes of a compiling process, which starts with 13 MiB. A schema of 50 KB with 1,800 properties takes 34 MiB. No
+tested form took more than 90 MiB within `MAX_SECONDS`.
 """
 
 
 class FormError(ValueError):
-    """The output form is invalid. The error message names the field, the fault and the fault's place in the form."""
+    """The output form is invalid. The message names the field, the fault and its place in the form."""
 
 
 class Forms:
-    """Compiles output forms to grammars, and caches recently used grammars."""
-
     def __init__(self) -> None:
-        # (grammar, error, time of compilation) by the form's digest, least recently used first.
+        # (grammar, error, time of compilation) by the form's digest, least recently used first
         self._grammars: OrderedDict[bytes, tuple[str, str, float]] = OrderedDict()
         self._num_bytes = 0
         self._turns: weakref.WeakValueDictionary[bytes, asyncio.Lock] = weakref.WeakValueDictionary()
@@ -51,20 +43,17 @@ class Forms:
         )
 
     async def read(self, sampling: pb.SamplingParams, *, undeclared_keys: bool = True) -> str:
-        """The grammar of a request's output form; "" if the request has no form. Raises FormError or RequestError.
+        """The grammar of a request's output form. Raises FormError or RequestError.
 
-        `undeclared_keys`: JSON outputs may have keys that the schema does not name. A request with `strict` forbids
-          undeclared keys in any case.
+        `undeclared_keys`: JSON outputs may have keys that the schema does not name, unless the request sets `strict`.
         """
         kind = sampling.WhichOneof("constraint")
-        if kind is None:
-            return ""
+        assert kind is not None
         closes_objects = kind == "json_schema" and (sampling.strict or not undeclared_keys)
         form = json.dumps([kind, closes_objects, *_texts(kind, sampling)]).encode()
         digest = hashlib.sha256(form).digest()
         turn = self._turns.setdefault(digest, asyncio.Lock())
-        # Requests with the same form wait for the first of them to compile it. If the first request's client
-        # disconnects, the next request compiles the form.
+        # Requests with the same form wait for the first. If its client disconnects, the next request compiles the form.
         async with turn:
             grammar, error, found_at = self._grammars.get(digest, ("", "", 0.0))
             if grammar or (error and time.monotonic() - found_at < REFUSAL_SECONDS):
@@ -94,7 +83,6 @@ def _compile(compiler: LimitedProcess, form: bytes) -> tuple[str, str]:
 
 
 def _texts(kind: str, sampling: pb.SamplingParams) -> Sequence[str]:
-    """The schema, regex, grammar or choices of a request, as texts. Raises FormError if a text is empty or too long."""
     if kind == "choice":
         name, texts = "sampling.choice.options", list(sampling.choice.options)
         if not 1 <= len(texts) <= MAX_CHOICES:

@@ -1,4 +1,4 @@
-"""Creates regular expressions that match the integers of a range, digit by digit. Integers may have any size."""
+"""Regular expressions for the integers of a range, digit by digit. Integers may have any size."""
 
 
 def integers_between(first: int | None, last: int | None) -> str:
@@ -12,7 +12,6 @@ def integers_between(first: int | None, last: int | None) -> str:
 
 
 def _between(first: int, last: int | None) -> str:
-    """A regular expression for the integers from `first` to `last`, inclusive. `first` must be at least 0."""
     low = str(first)
     if last is None:
         return _any([*_from(low), f"[1-9][0-9]{{{len(low)},}}"])
@@ -26,11 +25,7 @@ def _between(first: int, last: int | None) -> str:
 
 
 def _of_length(low: str, high: str) -> str:
-    """A regular expression for the integers from `low` to `high`, inclusive, which have the same number of digits.
-
-    The regular expression begins with the common prefix of the two bounds. At the first digit in which the bounds
-    differ, it has alternatives: the lower bound's digit, the digits in between, and the upper bound's digit.
-    """
+    """Alternatives after the common prefix: the lower bound's digit, the digits in between, the upper bound's."""
     if low == high:
         return low
     place = next(place for place, (one, other) in enumerate(zip(low, high, strict=True)) if one != other)
@@ -43,20 +38,16 @@ def _of_length(low: str, high: str) -> str:
 
 
 def _from(low: str, *, is_head: bool = True) -> list[str]:
-    """Alternative regular expressions for all integers of at least `low` that have as many digits as `low`.
+    """Alternatives, not nested (too deep for llguidance), for integers from `low` on with as many digits.
 
-    Without `is_head`, all these integers begin with the first digit of `low`. The alternatives are not nested, because
-    nested regular expressions for 100 digits would be too deep for llguidance.
+    Without `is_head`, they also have its first digit.
     """
     places = [place for place in range(not is_head, len(low)) if low[place] != "9"]
     return [low, *(f"{low[:at]}[{int(low[at]) + 1}-9]{_any_digits(len(low) - at - 1)}" for at in places)]
 
 
 def _up_to(high: str, *, is_head: bool = True) -> list[str]:
-    """Alternative regular expressions for all integers up to `high` with as many digits as `high`, without a leading 0.
-
-    Without `is_head`, all these integers begin with the first digit of `high`.
-    """
+    """Alternatives for integers up to `high` with as many digits; without `is_head`, also with its first digit."""
     least = [int(is_head and not place) for place in range(len(high))]
     places = [place for place in range(not is_head, len(high)) if int(high[place]) > least[place]]
     return [

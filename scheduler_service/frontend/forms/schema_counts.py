@@ -6,23 +6,20 @@ from typing import Any
 from scheduler_service.frontend.forms.schema_text import SchemaError, path_to, schemas_in
 
 MAX = (1 << 31) - 1
-"""The largest count of characters, items or keys in a schema. No output has as many characters, items or keys."""
+"""No output has as many characters, items or keys."""
 _MIN = ("minLength", "minItems", "minProperties", "minContains")
 _MAX = ("maxLength", "maxItems", "maxProperties", "maxContains")
 
 
 def rewrite_counts(schema: Any) -> None:
-    """Convert a schema's counts to integers, in place.
-
-    Raises SchemaError for an invalid count, and for a minimum above `MAX`.
-    """
+    """Convert a schema's counts in place. Raises SchemaError for an invalid count, and for a minimum above `MAX`."""
     for part, path in schemas_in(schema):
         for keyword in (*_MIN, *_MAX):
             if keyword not in part:
                 continue
             value, where = part[keyword], path_to(path, keyword)
             if not isinstance(value, int | Decimal) or isinstance(value, bool) or value < 0 or value != int(value):
-                raise SchemaError(f"{where} is {str(value)[:40]}; it must be a whole number from 0 on")
+                raise SchemaError(f"{where} is {str(value)[:40]}; it must be an integer of at least 0")
             if value <= MAX:
                 part[keyword] = int(value)
             elif keyword in _MIN:

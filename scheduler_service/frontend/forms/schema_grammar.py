@@ -1,9 +1,7 @@
-"""Writes a grammar in Lark's syntax for a JSON schema with large numbers that llguidance cannot read in a schema.
+"""Writes a grammar in Lark's syntax for a JSON schema with integers that no double holds exactly, such as ids.
 
-Large numbers here are integers that no double holds exactly, for example ids. In the grammar, a large value becomes a
-literal, and a range of integers becomes a regular expression over digits. The objects, arrays, alternatives and
-references that contain a large number become grammar rules. All other parts of the schema are embedded in the grammar
-as JSON schemas.
+Large values become literals, ranges regular expressions over digits, and the parts around them rules. Other parts stay
+JSON schemas in the grammar.
 """
 
 import json
@@ -33,7 +31,7 @@ MAX_RULES = 20_000
 
 
 def schema_grammar(schema: Any, options: "JsonCompileOptions") -> str:
-    """The grammar of a schema. Raises SchemaError for an unsupported keyword in a part that contains large numbers."""
+    """The grammar of a schema. Raises SchemaError for an unsupported keyword around large numbers."""
     return _Writer(schema, options).grammar()
 
 
@@ -54,19 +52,17 @@ class _Writer:
     def _rule(self, body: str, *, is_terminal: bool = False) -> str:
         name = f"{'N' if is_terminal else 'n'}{len(self._rules)}"
         if len(self._rules) > MAX_RULES:
-            raise SchemaError("it is too large for one with numbers that no double holds")
+            raise SchemaError("it is too large for a schema with numbers that no double holds")
         self._rules.append(f"{name}: {body}")
         return name
 
     def _json(self, schema: Any) -> str:
-        """Add a grammar rule for a schema that llguidance can read, and return the rule's name."""
         schema = rewrite_numbers(schema)
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}
         return self._rule(f"%json {write_schema(schema | {'x-guidance': self._options})}")
 
     def _schema(self, node: Any, path: str) -> str:
-        """Add grammar rules for a schema, and return the name of the rule for the whole schema."""
         if "$ref" not in json.dumps(node, default=str):
             try:
                 return self._json(node)
@@ -96,15 +92,15 @@ class _Writer:
     def _any(self, parts: Iterable[str]) -> str:
         found = list(dict.fromkeys(parts))
         if not found:
-            raise SchemaError("it has alternatives of which none is possible")
+            raise SchemaError("none of its alternatives is possible")
         return found[0] if len(found) == 1 else self._rule(" | ".join(found))
 
     def _check(self, keywords: Iterable[str], known: Iterable[str], path: str) -> None:
         for key in keywords:
             if key not in known:
                 raise SchemaError(
-                    f"{path_to(path, key)} stands beside, or around, a number that no double holds, such as an integer "
-                    "beyond 2^53, and cannot be followed there"
+                    f"{path_to(path, key)} is not supported next to or around a number that no double holds, such as "
+                    "an integer beyond 2^53"
                 )
 
     def _reference(self, reference: str) -> str:
@@ -126,7 +122,6 @@ class _Writer:
         return self._json(part)
 
     def _value(self, value: Any, path: str) -> str:
-        """Add a grammar rule for a value of `const` or `enum`, and return the rule's name."""
         if isinstance(value, list):
             items = ' "," '.join(self._value(item, path) for item in value)
             return self._rule(f'"[" {items} "]"')
@@ -150,7 +145,7 @@ class _Writer:
         return self._rule(f'"[" {items} "]"' if least else f'"[" ({items})? "]"')
 
     def _object(self, node: dict[str, Any], path: str) -> str:
-        """Add rules for an object: named keys come first, in the schema's order, and other keys follow."""
+        """Add rules for an object: named keys in the schema's order, then other keys."""
         others = node.get("additionalProperties", True)
         required = node.get("required", [])
         properties = dict(node.get("properties", {}))

@@ -1,12 +1,10 @@
 """Rewrites the keys of objects in a JSON schema where llguidance would allow invalid outputs.
 
-If a pattern (`patternProperties`) matches only keys that the schema also names in `properties`, llguidance would allow
-a comma after the named keys although no key can follow. A pattern that matches only named keys is therefore replaced by
-these keys: `{"patternProperties": {"^score$": …}}` becomes `{"properties": {"score": …}}`.
+After a pattern that matches only named keys, llguidance would allow a comma without a key. These patterns are therefore
+replaced by their keys: `{"patternProperties": {"^score$": …}}` becomes `{"properties": {"score": …}}`.
 
-llguidance lets an output repeat a key that the schema does not name, so a schema can require at most one unnamed key.
-If a schema allows unnamed keys, outputs may not contain \\u escapes, because an output could use them to spell a named
-key as an unnamed key: \\u0061 is the key "a".
+llguidance lets an output repeat an unnamed key, so a schema can require at most one. With unnamed keys, outputs may not
+contain \\u escapes, which could spell a named key as an unnamed key: \\u0061 is the key "a".
 """
 
 import json
@@ -20,11 +18,10 @@ from pagewire_common.forms import parser_limits
 from scheduler_service.frontend.forms.schema_text import SCHEMAS_BY_NAME, VALUES, SchemaError, path_to, schemas_in
 
 ESCAPES = 'nrbtf\\"'
-"""Characters that may follow a backslash in JSON text, except `u`."""
 _CONTROL = re.compile(r"\\u00[01]|\x7f")
-"""Matches those control characters in JSON text that only a \\u escape can spell."""
+"""Control characters in JSON text that only a \\u escape can spell."""
 _MAY_BE_CONTROL = re.compile(rf"{_CONTROL.pattern}|\\\\[xuUcav0-9pP]")
-"""Matches regular expressions, in JSON text, that might match a control character."""
+"""Regular expressions, in JSON text, that might match a control character."""
 _NAMING = ("properties", "patternProperties", "required")
 
 Trie = dict[int, "Trie"]
@@ -32,7 +29,7 @@ _END = -1
 
 
 class KeyPatterns:
-    """Finds the named keys that match a pattern (`patternProperties`), by matching the pattern byte by byte."""
+    """Finds the named keys that match a pattern (`patternProperties`), byte by byte."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -71,10 +68,7 @@ class KeyPatterns:
         return found
 
     def _keys(self, pattern: str, names: Collection[str]) -> list[str]:
-        """All keys that match the pattern, in order of their bytes.
-
-        Empty if the pattern also matches keys outside `names`.
-        """
+        """All keys that match the pattern, in order of their bytes; empty if it also matches keys outside `names`."""
         grammar = LLMatcher.grammar_from_json_schema({"type": "string", "pattern": pattern})
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
         trie: Trie = {}
@@ -87,9 +81,8 @@ class KeyPatterns:
         prefix = bytearray()
 
         def follow(matcher: LLMatcher, node: Trie) -> bool:
-            """Whether each text that begins with `prefix` and matches the pattern continues as a name in `node`.
-
-            Adds matching names to `keys`.
+            """Whether each match that begins with `prefix` continues as a name in `node`. Adds matching names to
+            `keys`.
             """
             if matcher.is_stopped():
                 keys.append(json.loads(prefix))
@@ -111,21 +104,20 @@ class KeyPatterns:
 
 
 def _check_counts(schema: Any) -> None:
-    """Raises SchemaError if an object's `minProperties` exceeds the number of its required keys by more than 1."""
+    """Raises SchemaError if `minProperties` exceeds the number of required keys by more than 1."""
     for part, path in schemas_in(schema):
         least, required = part.get("minProperties", 0), part.get("required", [])
         if isinstance(least, int) and isinstance(required, list) and least > len(required) + 1:
             raise SchemaError(
-                f'{path_to(path, "minProperties")} is {least}, and keys that are not "required" may come twice: '
-                "at most one of them can be demanded"
+                f'{path_to(path, "minProperties")} is {least}, but outputs may repeat keys that are not "required": '
+                "at most one more key can be required"
             )
 
 
 def json_escapes(schema: Any) -> str:
     """The characters after a backslash that outputs of this schema may contain.
 
-    If \\u escapes are forbidden, llguidance silently excludes texts that only \\u escapes can spell. `json_escapes`
-    raises SchemaError instead if a schema forbids \\u escapes but may have control characters.
+    Raises SchemaError if \\u escapes are forbidden, but the schema may have control characters that need them.
     """
     parts = [part for part, _ in schemas_in(schema)]
     if not any(key in part for part in parts for key in _NAMING if part.get("additionalProperties") is not False):
@@ -135,7 +127,7 @@ def json_escapes(schema: Any) -> str:
             spelled = json.dumps(part.get(key), ensure_ascii=False, default=str)
             if key in part and (_CONTROL if key in VALUES else _MAY_BE_CONTROL).search(spelled):
                 raise SchemaError(
-                    f"{path_to(path, key)} may have control characters, beside objects that may have other keys than "
-                    'those they name; say "additionalProperties": false in each'
+                    f"{path_to(path, key)} may have control characters, which need objects without unnamed keys: "
+                    'set "additionalProperties" to false in each'
                 )
     return ESCAPES

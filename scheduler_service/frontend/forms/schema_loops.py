@@ -1,8 +1,7 @@
-"""Finds endless recursion in a JSON schema: an output that follows an endlessly recursive part could never end.
+"""Finds endless recursion in a JSON schema, whose outputs could never end.
 
-An output that follows a schema can end if the values of all required parts of the schema can end. Required parts are
-the targets of `$ref` and `allOf`, one alternative of `anyOf` or `oneOf`, and required keys and items. Contradictions
-between required parts of a schema are not detected.
+An output can end if all required parts can: the targets of `$ref` and `allOf`, one alternative of `anyOf` or `oneOf`,
+and required keys and items. Contradictions are not detected.
 """
 
 from typing import Any
@@ -15,7 +14,7 @@ def check_ends(schema: Any) -> None:
     parts = [*schemas_in(schema)]
     if not any("$ref" in part for part, _ in parts):
         return
-    left, ending = parts[::-1], set[int]()  # parts of a schema come before the schema that contains them
+    left, ending = parts[::-1], set[int]()  # parts come before the schema that contains them
     while True:
         still = []
         for part, path in left:
@@ -28,7 +27,7 @@ def check_ends(schema: Any) -> None:
         left = still
     for part, path in left:
         if "$ref" in part:
-            raise SchemaError(f"{path_to(path, '$ref')} leads back to itself, so that no text would end")
+            raise SchemaError(f"{path_to(path, '$ref')} leads back to itself, so that no output could end")
 
 
 def _may_end(schema: Any, part: dict[str, Any], ending: set[int]) -> bool:

@@ -1,15 +1,10 @@
 """Rewrites the numbers in a JSON schema so that every output that llguidance 1.9 allows is valid.
 
-The library llguidance has three limits for numbers in schemas. llguidance reads numbers as doubles. Integers in
-llguidance have at most 64 bits. If the bounds of a range are less than 1 apart, llguidance allows an excluded bound
-that is an integer: for a number above 0 and at most 0.01, llguidance also allows 0. To avoid invalid outputs, the
-bounds of a range are rounded inward to numbers that llguidance handles correctly.
+llguidance reads numbers as doubles and integers in 64 bits, and allows an excluded integer bound of a range shorter
+than 1. Bounds are therefore rounded inward to numbers that it handles correctly.
 
-Some numbers cannot be rounded and raise `NumberError`: values of `const` and `enum` that are not exactly a double, and
-bounds whose rounding would exclude too many integers of the range. If rewriting a schema raises
-`NumberError`, schema_grammar.py writes a grammar instead. Each object in the schema is rewritten independently of the
-others. llguidance may later merge the bounds of several objects, which is correct, because the intersection of two
-correct ranges is correct.
+Numbers that cannot be rounded raise `NumberError`, and schema_grammar.py then writes a grammar: inexact values of
+`const` and `enum`, and bounds that would lose too many integers.
 """
 
 import math
@@ -22,14 +17,11 @@ from scheduler_service.frontend.forms.schema_text import ANNOTATIONS, SCHEMAS_BY
 MAX_INTEGER = (1 << 63) - 1024
 """The largest double below 2^63."""
 DIGITS, DECIMALS = 15, 18
-"""Number of significant decimal digits that every double holds, and number of decimals that llguidance reads of a
-bound.
-"""
+"""Significant decimal digits that every double holds, and decimals that llguidance reads of a bound."""
 MAX_NUMBER = Decimal("9.2e18")
-"""The largest bound of a range of numbers: llguidance reads the digits before the decimal point as a 64-bit integer."""
+"""The largest bound of a range: llguidance reads the digits before the decimal point as a 64-bit integer."""
 FULL = 10**18
-"""The smallest lower bound that requires an upper bound: without one, outputs could have more digits than 64 bits hold.
-"""
+"""The smallest lower bound that requires an upper bound: outputs could have more digits than 64 bits hold."""
 MAX_LOST = 1 << 10
 """Rounding the bounds of a range may lose at most 1 of 1,024 integers."""
 MAX_MULTIPLE = 1 << 32
@@ -46,7 +38,7 @@ _N = TypeVar("_N", int, Decimal)
 
 
 class _Bound(NamedTuple):
-    """A lower bound of a range of numbers. An upper bound is negated and stored as a lower bound."""
+    """A lower bound of a range. An upper bound is negated and stored as a lower bound."""
 
     value: int | Decimal
     is_excluded: bool
@@ -111,7 +103,7 @@ def _is_number(value: Any) -> TypeGuard[int | Decimal]:
 
 
 def _integers(low: _Bound | None, high: _Bound | None, path: str) -> tuple[int | None, int | None]:
-    """The first and the last integer within the two bounds that a double represents exactly."""
+    """The first and the last integer within the bounds that a double represents exactly."""
     wanted = [None if end is None else _first_integer(end) for end in (low, high)]
     ends = [None if end is None else _next_double(max(end, -MAX_INTEGER)) for end in wanted]
     _close(ends, MAX_INTEGER, path)
@@ -137,7 +129,7 @@ def _next_double(value: int) -> int:
 
 
 def _numbers(low: _Bound | None, high: _Bound | None, path: str) -> tuple[Decimal | None, Decimal | None]:
-    """Convert the bounds of a range to inclusive bounds with so few digits that llguidance reads them exactly."""
+    """Inclusive bounds with so few digits that llguidance reads them exactly."""
     ends = [None if end is None else _first_number(end) for end in (low, high)]
     _close(ends, MAX_NUMBER, path)
     first, last = ends
@@ -164,17 +156,14 @@ def _close(ends: "list[_N | None]", most: "_N", path: str) -> None:
 
 
 def _check_values(value: Any, path: str) -> None:
-    """Check the numbers in `const` and `enum`. Raises NumberError for a number that llguidance would change.
-
-    llguidance writes a fraction with the fewest digits that identify the double.
-    """
+    """Raises NumberError for a value of `const` or `enum` that llguidance would change: it writes the fewest digits."""
     for number, where in _numbers_in(value, path):
         if number != int(number):
             is_exact = Decimal(repr(float(number))) == number
         else:
             is_exact = abs(int(number)) <= MAX_INTEGER and int(float(number)) == number
         if not is_exact:
-            raise NumberError(f"{where} is {number}, which has more digits than can be followed; a string holds them")
+            raise NumberError(f"{where} is {number}, which has too many digits; use a string instead")
 
 
 def _numbers_in(value: Any, path: str) -> Iterator[tuple[int | Decimal, str]]:
@@ -186,22 +175,17 @@ def _numbers_in(value: Any, path: str) -> Iterator[tuple[int | Decimal, str]]:
 
 
 def _check_multiple(value: Any, path: str) -> None:
-    """Check a `multipleOf`. Raises SchemaError.
-
-    llguidance reads the value as a double and multiplies the double by 10 until it is an integer, which must fit 32
-    bits.
-    """
+    """llguidance multiplies the double by 10 until it is an integer, which must fit 32 bits. Raises SchemaError."""
     if not _is_number(value) or value <= 0:
         raise SchemaError(f"{path} is not a number above 0")
     if _multiple(value) is None:
-        raise SchemaError(f"{path} is {value}, which cannot be followed: too many digits, or no double of its own")
+        raise SchemaError(
+            f"{path} is {value}, which is not supported: it has too many digits, or is not exactly a double"
+        )
 
 
 def _multiple(value: int | Decimal) -> tuple[int, int] | None:
-    """The integer and the exponent with which llguidance represents a `multipleOf` as integer / 10**exponent.
-
-    Returns None if integer / 10**exponent differs from the value, or if the integer is too large.
-    """
+    """The `multipleOf` as llguidance's integer / 10**exponent; None if inexact, or if the integer is too large."""
     if value >= MAX_MULTIPLE:
         return None
     read, exponent = float(value), 0
@@ -221,11 +205,11 @@ def _check_multiples(schema: Any) -> None:
     numbers = [number * 10 ** (decimals - exponent) for number, exponent in multiples]
     may_merge = any(keyword in _MERGING for keyword, _ in keywords)
     if may_merge and math.lcm(*numbers) * max(numbers, default=1) >= MAX_MULTIPLE:
-        raise SchemaError(f"its multiples (multipleOf) are too large to be followed beside {', '.join(_MERGING)}")
+        raise SchemaError(f"its multiples (multipleOf) are too large together with {', '.join(_MERGING)}")
 
 
 def _keywords_in(node: Any) -> Iterator[tuple[str, int | Decimal | None]]:
-    """Pairs of a key and its value, for all objects of the schema; None stands for a value that is not a number."""
+    """Keys and values of all objects of the schema; None for a value that is not a number."""
     if isinstance(node, dict):
         for keyword, value in node.items():
             yield keyword, value if _is_number(value) else None

@@ -1,14 +1,11 @@
 """Closes the objects of a JSON schema: in a closed object, outputs may only have keys that the schema names.
 
-Several parts of a schema describe the same value: the schema's own keywords, and the schemas in its `allOf`, `anyOf`,
-`oneOf` and `$ref`. If only one of these parts names keys, this part is closed. If several parts name keys, the schema
-that contains them is closed with the keys of all parts. An object for which no part names keys stays open. An object
-also stays open if one of its parts has `additionalProperties`. Every value that the closed schema allows is valid for
-the original schema.
+Several parts may describe the same value: the schema's own keywords, and its `allOf`, `anyOf`, `oneOf` and `$ref`. If
+only one part names keys, this part is closed; if several do, the schema around them, with all their keys. An object
+stays open if no part names keys, or if a part has `additionalProperties`.
 
-If a `$ref` is the only part that describes a value, the definition that it names is closed. If other parts describe the
-same value, the `$ref` is redirected to an open copy of the definition. No keyword is added next to a `$ref`, because
-llguidance reads a recursive `$ref` only without other keywords.
+The definition behind a `$ref` is closed, or copied if other parts describe the value. llguidance reads a recursive
+`$ref` only without other keywords.
 """
 
 import itertools
@@ -23,7 +20,6 @@ _SAYS_ITSELF = ("additionalProperties", "unevaluatedProperties")
 
 
 def close_objects(schema: Any) -> Any:
-    """Close the objects of a schema. Raises SchemaError."""
     return _Closer(schema).closed() if isinstance(schema, dict) else schema
 
 
@@ -31,7 +27,7 @@ class _Closer:
     def __init__(self, schema: dict[str, Any]) -> None:
         self._root = schema
         self._has_ids = any("$id" in part for part, path in schemas_in(schema) if path != "#")
-        self._copies: dict[str, str] = {}  # names of the open copies of definitions, by `$ref`
+        self._copies: dict[str, str] = {}  # names of open copies of definitions, by `$ref`
 
     def closed(self) -> dict[str, Any]:
         found = self._value(self._root)
@@ -46,7 +42,6 @@ class _Closer:
         return found  # type: ignore[no-any-return]
 
     def _value(self, node: Any) -> Any:
-        """Close the objects in the schema of a value."""
         if isinstance(node, list):
             return [self._value(part) for part in node]
         if not isinstance(node, dict):
@@ -73,13 +68,12 @@ class _Closer:
         found["allOf"] = [
             *found.get("allOf", []),
             names | {"additionalProperties": False},
-        ]  # last in `allOf`, so that the order of keys in outputs stays
+        ]  # last in `allOf`, to keep the order of keys in outputs
         return found
 
     def _part(self, node: Any) -> Any:
-        """Forbid undeclared keys in the objects inside a schema that is one of several schemas for the same value.
-
-        The schema itself stays open.
+        """Forbid undeclared keys in the objects inside one of several schemas for a value. The schema itself stays
+        open.
         """
         return self._with_children(node, is_closed=False) if isinstance(node, dict) else node
 
@@ -105,7 +99,7 @@ class _Closer:
         return next(name for number in itertools.count() if (name := f"open-{number}") not in taken)
 
     def _parts(self, node: Any, seen: set[str]) -> Iterator[dict[str, Any]]:
-        """All parts that describe the same value as the schema `node`, each part once."""
+        """All parts that describe the same value as the schema `node`, each once."""
         if not isinstance(node, dict):
             return
         yield node

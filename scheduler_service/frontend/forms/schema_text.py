@@ -8,18 +8,18 @@ from typing import Any
 from urllib.parse import unquote
 
 MAX_DIGITS = 400
-"""Largest number of digits of a number in a schema. The largest double has 309 digits before the decimal point."""
+"""Digits of a number in a schema. The largest double has 309 before the decimal point."""
 
 SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Schema keywords whose value is an object that maps names to schemas."""
+"""Keywords whose value maps names to schemas."""
 ANNOTATIONS = ("default", "example", "examples")
-"""Schema keywords whose values have no effect on outputs."""
+"""Keywords whose values have no effect on outputs."""
 VALUES = ("const", "enum", *ANNOTATIONS)
-"""Schema keywords whose values are plain JSON values, not schemas."""
+"""Keywords whose values are plain JSON values, not schemas."""
 
 
 class SchemaError(ValueError):
-    """The JSON schema is not supported. The error message names the keyword and its place in the schema."""
+    """The JSON schema is not supported. The message names the keyword and its place in the schema."""
 
 
 def read_schema(text: str) -> Any:
@@ -39,7 +39,7 @@ def read_schema(text: str) -> Any:
 
 
 def write_schema(schema: Any) -> str:
-    """Write a schema as JSON text. Each `Decimal` in the schema must equal a double. Raises SchemaError."""
+    """Write a schema, in which each `Decimal` equals a double. Raises SchemaError."""
     written = json.dumps(schema, default=_double, ensure_ascii=False)
     if any("\ud800" <= character <= "\udfff" for character in written):
         raise SchemaError("it has a text with half of a surrogate pair (\\ud800 to \\udfff)")

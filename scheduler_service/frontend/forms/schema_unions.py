@@ -1,9 +1,7 @@
 """Rewrites tagged alternatives in a JSON schema, such as pydantic's unions with a discriminator.
 
-A tag is a key for which each alternative allows different values (`const`, `enum`), so an object with a tag is valid
-for at most one alternative. The rewritten schema requires the tag in each alternative, and has `anyOf` in place of
-`oneOf`. The rewritten schema is stricter than pydantic's schema, in which a tag with a default is not required:
-llguidance needs the tag to distinguish the alternatives.
+A tag is a key with different values (`const`, `enum`) in each alternative. The rewritten schema has `anyOf` in place of
+`oneOf`, and requires the tag, which llguidance needs to distinguish the alternatives.
 """
 
 from typing import Any
@@ -14,7 +12,6 @@ _NOTES = ("title", "description", "discriminator", "default", "$comment")
 
 
 def tag_unions(schema: Any) -> None:
-    """Rewrite each `oneOf` whose alternatives have a tag, in place."""
     for part, _ in schemas_in(schema):
         if not isinstance(part.get("oneOf"), list) or "anyOf" in part:
             continue
@@ -27,7 +24,7 @@ def tag_unions(schema: Any) -> None:
 
 
 def _objects(schema: Any, node: Any, seen: tuple[int, ...]) -> list[dict[str, Any]]:
-    """The object schemas of a `oneOf` alternative; empty if the alternative also allows values that are not objects."""
+    """The object schemas of a `oneOf` alternative; empty if it also allows other values."""
     if not isinstance(node, dict) or id(node) in seen:
         return []
     keywords = [key for key in node if key not in _NOTES]
@@ -44,7 +41,7 @@ def _objects(schema: Any, node: Any, seen: tuple[int, ...]) -> list[dict[str, An
 
 
 def _tag(alternatives: list[list[dict[str, Any]]]) -> str | None:
-    """The first key whose values every alternative lists, without a value that two alternatives share."""
+    """The first key whose values every alternative lists, and no two share."""
     if not alternatives or not all(alternatives):
         return None
     for key in alternatives[0][0]["properties"]:

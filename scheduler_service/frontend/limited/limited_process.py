@@ -1,7 +1,4 @@
-"""Runs expensive work in a process that the kernel kills at a limit of CPU time or memory: the front end's side.
-
-The code that runs inside the limited process is in limited_work.py.
-"""
+"""Runs expensive work (limited_work.py) in a process that the kernel kills at a limit of CPU time or memory."""
 
 import asyncio
 import contextlib
@@ -26,33 +23,27 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 MAX_STARTS = 2
-"""Largest number of times that the process is started for one piece of work. If the process is killed from outside
-twice, the work may be the cause.
-"""
+"""Starts of the process for one piece of work, which may be the cause if the process is killed twice."""
 DEAF_SECONDS = 30
-"""Seconds without an answer after which a process counts as stuck. A process starts in 0.1 s, and the limits of CPU
-time for a piece of work are lower than `DEAF_SECONDS`.
-"""
+"""Seconds without an answer after which a process counts as stuck. Usual: 0.1 s to start; every CPU limit is lower."""
 
 
 class Limits(NamedTuple):
-    """The limits for one piece of work: CPU seconds, and data bytes of the process."""
+    """CPU seconds, and data bytes of the process."""
 
     seconds: float
     num_bytes: int
 
 
 class LimitError(ValueError):
-    """The work exceeded a limit. The caller adds the kind of work to the error message, such as "to render"."""
+    """The work exceeded a limit. The caller appends the kind of work, such as "to render"."""
 
 
 class LimitedProcess:
-    """A process `python -m MODULE` that starts with its first piece of work and restarts after it was killed.
+    """A process `python -m MODULE`, for one thread, that starts with its first piece of work, and again after it was
+    killed.
 
-    Only one thread may use the process at a time.
-
-    `does`: describes the work in errors, such as "compiles forms".
-    `setup`: bytes that a new process receives first; may be empty.
+    `does`: describes the work in errors, such as "compiles forms". `setup`: bytes for a new process; may be empty.
     """
 
     def __init__(self, module: str, does: str, setup: bytes = b"") -> None:
@@ -61,7 +52,7 @@ class LimitedProcess:
         self._end: weakref.finalize[..., LimitedProcess]
 
     def ask(self, message: bytes, limits: Limits) -> bytes:
-        """Send a piece of work to the process and return its answer. Raises LimitError or RequestError."""
+        """Send a piece of work and return the answer. Raises LimitError or RequestError."""
         for _ in range(MAX_STARTS):
             try:
                 connection = self._connection or self._start()
@@ -69,7 +60,7 @@ class LimitedProcess:
                 reply = connection.recv_bytes()
                 break
             except (OSError, EOFError) as error:
-                log.warning(f"the process that {self._does} is started anew", reason=str(error) or "it was killed")
+                log.warning(f"the process that {self._does} is restarted", reason=str(error) or "it was killed")
                 self.close()
         else:
             raise RequestError(
@@ -78,7 +69,7 @@ class LimitedProcess:
             )
         match Outcome(reply[0]):
             case Outcome.TOO_LONG:
-                raise LimitError(f"it takes more than {limits.seconds:.2g} s of a processor")
+                raise LimitError(f"it takes more than {limits.seconds:.2g} s of CPU time")
             case Outcome.TOO_MUCH_MEMORY:
                 raise LimitError(f"it takes more than {limits.num_bytes >> 20} MiB of memory")
             case Outcome.TOO_DEEP:
@@ -86,7 +77,6 @@ class LimitedProcess:
         return reply[1:]
 
     def close(self) -> None:
-        """Kill the process if it runs."""
         if self._connection is not None:
             self._connection = None
             self._end()
@@ -103,25 +93,21 @@ class LimitedProcess:
 
 
 class LimitedProcesses:
-    """Several processes for the same kind of work, each with a thread.
-
-    If all processes are busy, work waits in a queue.
-    """
+    """Several processes for the same kind of work, each with a thread. Work waits in a queue while all are busy."""
 
     def __init__(self, number: int, module: str, does: str, setup: bytes = b"") -> None:
         self._threads = ThreadPoolExecutor(number, module.rpartition(".")[2])
         self._idle = [LimitedProcess(module, does, setup) for _ in range(number)]
 
     async def run(self, work: Callable[[LimitedProcess], T]) -> T:
-        """Call `work` on a thread, with an idle process."""
         waiting = [work]
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, waiting)
         finally:
-            waiting.clear()  # the queue of the threads must not keep the data of a cancelled call
+            waiting.clear()  # so that the queue does not keep the data of a cancelled call
 
     def _run(self, waiting: list[Callable[[LimitedProcess], T]]) -> T:
-        process = self._idle.pop()  # the last used process, so that other processes may never need to start
+        process = self._idle.pop()  # the last used, so that others may never need to start
         try:
             return waiting.pop()(process)
         finally:

@@ -1,9 +1,8 @@
-"""Runs expensive work in a process that the kernel kills at a limit of CPU time or memory: the limited process's side.
+"""Runs expensive work within limits of CPU time or memory: the limited process's side.
 
-The front end starts `python -m MODULE` with a socket as stdin (limited_process.py). The started process imports the
-modules that the work needs, and forks a child, which takes milliseconds. The child sets a timer and a memory limit for
-each piece of work. Libraries need not support limits: the timer's signal also ends a loop in C code. If a child was
-killed at a limit, its parent reports the limit to the front end and forks another child.
+The process, whose stdin is a socket, imports what the work needs, and forks a child in milliseconds. The child sets a
+timer, whose signal also ends a loop in C, and a memory limit. After a child's death, its parent reports the limit and
+forks another.
 """
 
 import os
@@ -17,13 +16,11 @@ from multiprocessing.connection import Connection
 from pagewire_common.processes.child_process import end_with_the_parent, leave_signals_to_the_parent
 
 LIMITS = struct.Struct("=dQ")
-"""Header of each piece of work: the limits of CPU seconds and of data bytes. The limit of bytes includes the data of
-the idle process.
-"""
+"""Header of each piece of work: CPU seconds, and data bytes with those of the idle process."""
 
 
 class Outcome(IntEnum):
-    """The first byte of a reply to the front end. Data follows only the byte `DONE`."""
+    """The first byte of a reply. Data follows only `DONE`."""
 
     DONE = 0
     TOO_LONG = 1
@@ -32,10 +29,8 @@ class Outcome(IntEnum):
 
 
 _END, _ANOTHER = 0, 3
-"""Exit statuses of a child: after `_END` its parent ends without a reply, after `_ANOTHER` its parent forks another
-child.
-"""
-# Signals that end a child at a limit. Rust code aborts if an allocation fails, and a stack overflow causes SIGSEGV.
+"""Exit statuses of a child: after `_END` the parent ends without a reply, after `_ANOTHER` it forks another child."""
+# Signals that end a child at a limit. Rust code aborts if an allocation fails; a stack overflow causes SIGSEGV.
 _ENDED_BY: dict[int, Outcome] = {
     signal.SIGPROF: Outcome.TOO_LONG,
     signal.SIGABRT: Outcome.TOO_MUCH_MEMORY,
@@ -44,7 +39,7 @@ _ENDED_BY: dict[int, Outcome] = {
 
 
 def connect_to_the_front_end() -> Connection:
-    """The connection to the front end. The limited process ends when this connection closes."""
+    """The connection to the front end, whose close ends this process."""
     end_with_the_parent()
     leave_signals_to_the_parent()
     return Connection(0)
@@ -53,7 +48,7 @@ def connect_to_the_front_end() -> Connection:
 def serve(connection: Connection, answer: Callable[[bytes], bytes], most_kept: int) -> None:
     """Answer each piece of work, until the front end closes the connection or a child is killed from outside.
 
-    A child whose resident memory has exceeded `most_kept` bytes ends, so that its memory is freed.
+    A child with more than `most_kept` bytes of resident memory ends, to free the memory.
     """
     while True:
         if not (process := os.fork()):
@@ -65,12 +60,12 @@ def serve(connection: Connection, answer: Callable[[bytes], bytes], most_kept: i
                 os._exit(status)
         status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         outcome = _ENDED_BY.get(-status)
-        if outcome is None and status != _ANOTHER:  # the front end then restarts this program and sends the work again
+        if outcome is None and status != _ANOTHER:  # the front end then restarts this program and repeats the work
             return
         if outcome is not None:
             try:
                 connection.send_bytes(bytes([outcome]))
-            except OSError:  # the front end's process has ended
+            except OSError:  # the front end has ended
                 return
 
 

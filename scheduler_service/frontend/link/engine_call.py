@@ -12,32 +12,27 @@ from pagewire.v1.sequence_group_pb2 import TokenSequence
 from pagewire_common.calls.errors import RequestError
 from scheduler_service.access.caller import caller
 from scheduler_service.core import EncoderInput
-from scheduler_service.core.blocks.prefix_key import block_keys, key_of_adapter, root_behind, root_key
+from scheduler_service.core.blocks.prefix_cache import block_keys, key_of_adapter, root_behind, root_key
+from scheduler_service.frontend.link.admissions import patience
 from scheduler_service.frontend.link.engine_connection import accepted
 from scheduler_service.frontend.link.engine_link import EngineLink
-from scheduler_service.frontend.link.patience import patience
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output.request import GenerationRequest
 from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.frontend.output.request_trace import RequestTrace
 from scheduler_service.wire.fields import encode_fields
-from scheduler_service.wire.submission import encode_sampling, pack
+from scheduler_service.wire.front_end import encode_sampling, pack
 
 KEYS_AT_ONCE = 1024
-"""Prefix-cache keys computed in one turn of the event loop, at 1 µs each. Without this limit, a prompt of 131,000
-tokens blocked the loop for 24 ms.
-"""
+"""Keys computed in one turn of the event loop, at 1 µs each: a prompt of 131,000 tokens would block it for 24 ms."""
 
 
 class EngineCall:
-    """One client call, open during a `with` block. The engine first admits the call, then queues its request.
-
-    `finished` describes the ended request to operators.
-    """
+    """One client call, open during a `with` block: the engine admits the call, then queues its request."""
 
     def __init__(self, link: EngineLink) -> None:
         self.finished: FinishedRequest | None = None
-        self._is_known = False  # to the engine, which must hear of the end
+        self._is_known = False  # to the engine, which must then learn of the end
         self._state: RequestState | None = None
         self._admission: asyncio.Future[pb.Answer] | None = None
         self._link = link
@@ -54,10 +49,8 @@ class EngineCall:
             self._link.connection.say(self.number, close=pb.CloseCall(finished=self.finished))
 
     async def close(self) -> None:
-        """Close the call, and wait until the engine has freed its place.
-
-        The client receives the final status afterwards, and may then reuse the request id at once. Without `close`, the
-        call is closed after the `with` block, without waiting.
+        """Close the call, and wait until the engine has freed its place, so that the client may reuse the request id at
+        once.
         """
         self._is_known = False
         with contextlib.suppress(RequestError):  # the engine is gone, and the place with it
@@ -66,10 +59,11 @@ class EngineCall:
     async def admit(
         self, key: str, num_bytes: int, *, later_bytes: int = 0, resumes: bool = False, adapter_name: str = ""
     ) -> str:
-        """Ask the engine to admit the call, and wait for its answer. A flood of calls is thus refused before any work.
+        """Wait until the engine admits the call, so that a flood of calls is refused before any work. Raises
+        RequestError.
 
-        `later_bytes`: memory that the call takes after the answer. Returns the fingerprint of the adapter, or "" if the
-        call names no adapter. Raises RequestError if the call is refused.
+        `later_bytes`: memory that the call takes after the answer. Returns the adapter's fingerprint; "" without an
+        adapter.
         """
         self._ask_admission(key, num_bytes, later_bytes, resumes=resumes, adapter_name=adapter_name)
         return await self.admitted()
@@ -77,11 +71,9 @@ class EngineCall:
     async def admit_early(
         self, key: str, num_bytes: int, *, later_bytes: int = 0, resumes: bool = False, adapter_name: str = ""
     ) -> str:
-        """Ask the engine to admit the call, and continue without its answer if possible.
+        """As `admit`, but without waiting if possible; `submit` then raises the refusal.
 
-        The call waits for the answer if it names an adapter, because the answer contains the adapter's fingerprint. It
-        also waits if the engine has refused a call of the API key in the last seconds, or if no model is known yet. In
-        all other cases `submit` raises the refusal. Parameters, result and errors are those of `admit`.
+        The call waits if it names an adapter, after a recent refusal of the API key, and while the model is unknown.
         """
         link = self._link
         self._ask_admission(key, num_bytes, later_bytes, resumes=resumes, adapter_name=adapter_name)
@@ -90,7 +82,7 @@ class EngineCall:
         return ""
 
     async def admitted(self) -> str:
-        """Wait for the engine's answer to the request for admission. Returns and raises the same as `admit`."""
+        """Wait for the engine's answer. Returns and raises the same as `admit`."""
         assert self._admission is not None
         return (await accepted(self._admission)).adapter_id
 
@@ -110,7 +102,6 @@ class EngineCall:
         await self._link.connection.ask(self.number, hold=pb.Hold(num_bytes=num_bytes))
 
     async def admit_side_call(self, num_bytes: int = 0) -> None:
-        """Ask the engine to admit a call other than Generate. Side calls have no request key and separate limits."""
         await self.admit("", num_bytes)
 
     async def submit(
@@ -121,10 +112,10 @@ class EngineCall:
         trace: RequestTrace | None = None,
         part_of: "EngineCall | None" = None,
     ) -> RequestState:
-        """Queue the request in the engine. Raises RequestError. A resuming request replaces the request in flight.
+        """Queue the request in the engine. A resuming request replaces the request in flight. Raises RequestError.
 
-        `num_bytes`: memory of the request in addition to its admission. `part_of`: the admitted call to which this text
-        belongs. A text is not admitted separately.
+        `num_bytes`: memory of the request in addition to its admission. `part_of`: the admitted call to which this part
+        belongs.
         """
         if self._admission is not None and self._admission.done():
             await self.admitted()
@@ -174,7 +165,7 @@ def _api_key_id() -> str:
 
 
 async def _block_keys(first: bytes, request: GenerationRequest, block_size: int) -> bytes:
-    """Compute the prefix-cache keys of a request's full blocks. Front ends do it to relieve the one engine."""
+    """The prefix-cache keys of a request's full blocks, computed here to relieve the only engine."""
     token_ids = array("I", request.prompt_token_ids)
     for output in request.resumption.token_ids[:1]:
         token_ids.extend(output)

@@ -14,7 +14,7 @@ from pagewire.v1 import engine_service_pb2 as pb
 from pagewire.v1.engine_service_pb2_grpc import EngineServiceStub
 from pagewire_common.calls.errors import RequestError
 from pagewire_common.connection.channel import open_channel
-from scheduler_service.wire.pace import Pace
+from scheduler_service.wire.front_end import Pace
 
 log = structlog.get_logger()
 
@@ -26,14 +26,12 @@ OPTIONS = (
     ("grpc.http2.lookahead_bytes", 64 << 10),
 )
 MAX_BYTES = 1 << 20
-"""Maximum bytes of a message with several events to the engine. The engine parses this many bytes in 1 ms."""
+"""Bytes of a message with several events; the engine parses them in 1 ms."""
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 GONE = RequestError(grpc.StatusCode.UNAVAILABLE, "the engine is gone; resume the request when the server is back")
 
 
 class EngineConnection:
-    """The stream to the engine, for the front end's lifetime. `RequestRegistry` handles the requests' events."""
-
     def __init__(self, target: str) -> None:
         self._channel = open_channel(target, None, OPTIONS)
         self._numbers = itertools.count(1)
@@ -41,24 +39,20 @@ class EngineConnection:
         self._events: list[pb.FrontendEvent] = []
         self._has_events = asyncio.Event()
         self.heard_at = time.monotonic()
-        """Monotonic time of the engine's last message. The engine asks for statistics every few seconds."""
+        """Monotonic time of the engine's last message: the engine asks for statistics every few seconds."""
         self.end: RequestError | None = None
-        """The error with which all calls end after the end of the connection. None before its end."""
+        """The error of all calls after the end of the connection."""
 
     def new_number(self) -> int:
-        """Return an unused number for a new call."""
         return next(self._numbers)
 
     def say(self, call: int, **event: Any) -> None:
-        """Send the engine an event. The keyword argument is the event's field in `FrontendEvent`."""
+        """Send the engine an event. The keyword is the event's field in `FrontendEvent`."""
         self._events.append(pb.FrontendEvent(call=call, **event))
         self._has_events.set()
 
     def question(self, call: int, **event: Any) -> asyncio.Future[pb.Answer]:
-        """Send the engine an event. The future's result is the engine's answer.
-
-        If the connection is closed, the result is an answer with the connection's error.
-        """
+        """Send the engine an event. Result: the answer or, if the connection is closed, its error as an answer."""
         future: asyncio.Future[pb.Answer] = asyncio.get_running_loop().create_future()
         if self.end is not None:
             future.set_result(_refusal(self.end))
@@ -68,11 +62,10 @@ class EngineConnection:
         return future
 
     async def ask(self, call: int, **event: Any) -> pb.Answer:
-        """Send the engine an event and wait for the answer. Raises RequestError if the answer is an error."""
+        """Send the engine an event and wait for the answer. Raises RequestError."""
         return await accepted(self.question(call, **event))
 
     def answer(self, call: int, answer: pb.Answer) -> None:
-        """Pass the engine's answer to the call's oldest unanswered question."""
         if (questions := self._questions.get(call)) is None:
             return
         future = questions.popleft()
@@ -81,7 +74,6 @@ class EngineConnection:
         future.set_result(answer)
 
     async def messages(self) -> AsyncGenerator[pb.AttachResponse, None]:
-        """Yield the engine's messages until the engine ends the stream or the reader closes the generator."""
         call = EngineServiceStub(self._channel).Attach(self._said())
         try:
             async for message in call:
@@ -123,10 +115,7 @@ class EngineConnection:
 
 
 async def accepted(answer: asyncio.Future[pb.Answer]) -> pb.Answer:
-    """Wait for an answer. Raises RequestError if the answer is an error.
-
-    If the caller is cancelled, the `answer` future is not cancelled.
-    """
+    """Wait for an answer, and raise it if it is an error. Cancelling the caller does not cancel `answer`."""
     found = await asyncio.shield(answer)
     if found.code:
         raise RequestError(CODES[found.code], found.message)

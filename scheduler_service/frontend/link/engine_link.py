@@ -1,33 +1,129 @@
-"""A front end's link to the engine: the connection, the requests in flight, the served model, and settings."""
+"""A front end's link to the engine: the requests in flight, the served model, and settings."""
 
 import asyncio
 import contextlib
 import time
+from collections.abc import Sequence
 
 import grpc
+import structlog
 from opentelemetry.trace import Tracer
 
 from pagewire.v1 import engine_service_pb2 as pb
 from pagewire_common.calls.errors import RequestError, RequestLimits
+from scheduler_service.access.caller import caller
 from scheduler_service.access.keys import Keyring
-from scheduler_service.frontend.link.admissions import Admissions
-from scheduler_service.frontend.link.engine_connection import EngineConnection
-from scheduler_service.frontend.link.message_limits import request_limits
+from scheduler_service.frontend.link.admissions import Admissions, note_patience, patience, request_limits
+from scheduler_service.frontend.link.engine_connection import CODES, EngineConnection
 from scheduler_service.frontend.link.model_loading import ModelLoading
-from scheduler_service.frontend.link.patience import patience
-from scheduler_service.frontend.link.request_registry import RequestRegistry
 from scheduler_service.frontend.model import ServedModel
+from scheduler_service.frontend.output.request_memory import UnreadOutput
+from scheduler_service.frontend.output.request_state import RequestState, decode_gained
+from scheduler_service.frontend.output.streams import Turns
+from scheduler_service.statistics.counts import CountsByTenant
+
+log = structlog.get_logger()
 
 SHUTTING_DOWN = RequestError(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
 _NO_TOKENIZER = "the model's tokenizer cannot be loaded; the server's log and GetClusterState say why"
 
 
+class RequestRegistry:
+    """The requests of open calls. Create the registry inside the event loop."""
+
+    def __init__(self, connection: EngineConnection) -> None:
+        self.by_call: dict[int, RequestState] = {}
+        self.counts = CountsByTenant()
+        self.turns = Turns()
+        self.unread = UnreadOutput(0)
+        self._connection = connection
+        self._by_output: dict[int, RequestState] = {}  # by output number
+        self._output_numbers = 1
+
+    def register(self, call: int, state: RequestState) -> None:
+        state.call, state.first_output = call, self._output_numbers
+        self._output_numbers += state.request.sampling.n
+        self.by_call[call] = state
+        for index in range(state.request.sampling.n):
+            self._by_output[state.first_output + index] = state
+
+    def forget(self, call: int) -> None:
+        if (state := self.by_call.pop(call, None)) is not None:
+            for index in range(state.request.sampling.n):
+                del self._by_output[state.first_output + index]
+
+    def gain_tokens(self, outputs: Sequence[int], token_ids: Sequence[int], now: float) -> None:
+        """Append one token to each of the `outputs`, which have not ended in the engine."""
+        by_output = self._by_output
+        for output, token_id in zip(outputs, token_ids, strict=True):
+            state = by_output.get(output)
+            if state is None:  # the call is closed, but the engine has not processed the close yet
+                continue
+            index = output - state.first_output
+            try:
+                if state.gain_token(index, token_id, now):
+                    self._stop_output(state, index)
+            except Exception as error:
+                self._fail(state, error)
+
+    def take(self, event: pb.EngineEvent, now: float) -> None:
+        """Process an event of one request. An error ends only this request's stream."""
+        if (state := self.by_call.get(event.call)) is None:
+            return
+        try:
+            self._take(event, state, now)
+        except Exception as error:
+            self._fail(state, error)
+
+    def _take(self, event: pb.EngineEvent, state: RequestState, now: float) -> None:
+        match event.WhichOneof("event"):
+            case "standing":
+                state.stands(event.standing)
+            case "gained":
+                if state.gain(decode_gained(event.gained), now):
+                    self._stop_output(state, event.gained.index)
+            case "hypotheses":
+                state.gain_hypotheses(event.hypotheses.hypotheses, now)
+            case "aborted":
+                state.abort()
+            case "failed":
+                error = RequestError(CODES[event.failed.code], event.failed.message)
+                if event.failed.at_once:
+                    state.stream.cut(error)
+                else:
+                    state.stream.fail(error)
+
+    def _stop_output(self, state: RequestState, index: int) -> None:
+        """Tell the engine, which sees no text, that a stop string ended an output."""
+        self._connection.say(state.call, stop_output=pb.StopOutput(index=index))
+
+    def _fail(self, state: RequestState, error: Exception) -> None:
+        log.error("request failed", request_id=state.request.request_id, exc_info=error)
+        state.stream.fail(RequestError(grpc.StatusCode.INTERNAL, "the request could not be served"))
+        self.forget(state.call)
+
+    def fail_all(self, error: RequestError) -> None:
+        for state in self.by_call.values():
+            state.stream.fail(error)
+
+    def cut_largest(self) -> None:
+        """End the requests with the most unread output, until all unread output is within its limit."""
+        if not self.unread.is_too_much:
+            return
+        for state in sorted(self.by_call.values(), key=lambda state: -state.stream.num_unread):
+            if not self.unread.is_too_much:
+                return
+            reason = (
+                f"this request has {state.stream.num_unread / 2**20:.1f} MiB of output that its client has not read, "
+                "or that waits until the best outputs are known: the most of all requests, which together may have "
+                f"{self.unread.most / 2**20:.1f} MiB (a part of --request-memory); read faster, or ask for fewer "
+                "log-probabilities or outputs"
+            )
+            self.forget(state.call)
+            state.stream.cut(RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, reason))
+
+
 class EngineLink:
-    """The front end's link to the engine. Create the link inside the running event loop.
-
-    `run` processes the engine's messages. `welcome` is a future for the engine's first message.
-    """
-
     def __init__(self, target: str, tracer: Tracer | None = None) -> None:
         self.connection = EngineConnection(target)
         self.requests = RequestRegistry(self.connection)
@@ -35,21 +131,16 @@ class EngineLink:
         self.admissions = Admissions()
         self.welcome: asyncio.Future[pb.Welcome] = asyncio.get_running_loop().create_future()
         self.tracer = tracer
-        """Creates the trace spans of requests; None if tracing is off."""
         self.keyring: Keyring | None = None
-        """The API keys that calls may use; None if calls need no API key."""
+        """None if calls need no API key."""
         self.adapter_names: tuple[str, ...] = ()
-        """Names of the adapters that requests may use, in alphabetical order."""
         self.serving = False
         self.serving_changed = asyncio.Event()
 
     # ---- for servicers
 
     async def model(self) -> ServedModel:
-        """Wait for the served model.
-
-        Raises UNAVAILABLE if no worker describes the model in time, or if the model cannot be loaded.
-        """
+        """Wait for the served model. Raises UNAVAILABLE if no worker describes it in time, or it cannot be loaded."""
         if (model := self.loading.model) is not None:
             return model
         timeout = min(self.welcome.result().no_worker_timeout, patience.get())
@@ -67,23 +158,24 @@ class EngineLink:
         """Seconds that a client may leave a message unread before its stream ends."""
         return self.welcome.result().stall_timeout
 
-    @property
+    def check(self, details: grpc.HandlerCallDetails) -> None:
+        """Find the caller's API key, and note the call's patience, before its request is read. Raises RequestError."""
+        if self.keyring is not None:
+            caller.set(self.keyring.authenticate(details.invocation_metadata))
+        note_patience(details)
+
     def request_limits(self) -> RequestLimits:
-        """Limits on the size of a message with a request."""
         return request_limits(self.loading.model)
 
     def admit(self, call: int, admit: pb.Admit, num_bytes: int) -> asyncio.Future[pb.Answer]:
-        """Ask the engine to admit a call, which already takes `num_bytes` of memory.
-
-        Raises RESOURCE_EXHAUSTED if the calls that wait for admission have too many bytes.
-        """
+        """Ask the engine to admit a call, which takes `num_bytes`. Raises RESOURCE_EXHAUSTED if too many bytes wait."""
         self.admissions.check_room(num_bytes, self.requests.unread.most, self.loading.model)
         answer = self.connection.question(call, admit=admit)
         self.admissions.count(admit.api_key_id, num_bytes, answer)
         return answer
 
     async def abort(self, key: str) -> bool:
-        """End a request, which may belong to another front end. Returns whether the request existed."""
+        """End a request, possibly of another front end. Returns whether it existed."""
         number = self.connection.new_number()
         answer = await self.connection.ask(number, abort=pb.AbortRequestByKey(key=key))
         return answer.found
@@ -91,10 +183,7 @@ class EngineLink:
     # ---- the engine's messages
 
     async def run(self) -> bool:
-        """Process the engine's messages until the engine says goodbye or is gone, and then fail all remaining requests.
-
-        Returns whether the engine said goodbye.
-        """
+        """Process messages until the engine's end, then fail all requests. Returns whether the engine said goodbye."""
         try:
             async with contextlib.aclosing(self.connection.messages()) as messages:
                 async for message in messages:
@@ -107,7 +196,6 @@ class EngineLink:
         return False
 
     def take(self, message: pb.AttachResponse, now: float) -> None:
-        """Deliver the tokens and events of a message to their requests, in order."""
         outputs, token_ids = list(message.outputs), list(message.token_ids)
         row = 0
         for event in message.events:
@@ -124,7 +212,6 @@ class EngineLink:
         self.requests.cut_largest()
 
     def _take(self, event: pb.EngineEvent) -> None:
-        """Process an event of the engine that belongs to no call."""
         match event.WhichOneof("event"):
             case "welcome":
                 self.requests.unread.most = event.welcome.unread_bytes

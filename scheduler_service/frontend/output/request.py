@@ -1,35 +1,48 @@
-"""A checked request, and the part of a broken stream that the client has already received."""
+"""A checked request, the part of a broken stream that its client has received, and the error of a failed output."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
-from scheduler_service.core import EncoderInput
+import grpc
+
+from pagewire_common.calls.errors import RequestError
+from scheduler_service.core import EncoderInput, SamplingParams, SequenceStatus
+from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.text.output_text import OutputText
 from scheduler_service.frontend.text.tokenization import Tokenizer
 from scheduler_service.wire.sampling import RequestSampling
 
+NOTHING_ALLOWED = (
+    "sampling.allowed_token_ids, sampling.bad_words, sampling.min_tokens and the tokens that the model's generation "
+    "config bans together allow no token; allow more tokens, or ban fewer"
+)
+_FORM_ENDED = (
+    "no token could follow: the requested form and the other sampling parameters together allow none, or parsing the "
+    "form takes too long"
+)
+
 
 def request_key(tenant: str, request_id: str) -> str:
-    """The name of a request inside the server. Two tenants may use the same request id.
-
-    Tenant and request id are percent-encoded, so that different pairs have different names. Encoding leaves most
-    request ids unchanged.
-    """
+    """The percent-encoded name of a request inside the server: two tenants may use the same request id."""
     name = quote(request_id, safe="")
     return f"{quote(tenant, safe='')}/{name}" if tenant else name
+
+
+def served_fingerprint(model: ServedModel, adapter: str) -> str:
+    """The fingerprint of a model, together with the adapter's if there is one."""
+    return f"{model.fingerprint}+{adapter}" if adapter else model.fingerprint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumption:
     """The part of a broken stream that the client has received.
 
-    `token_ids`: received tokens of each output; empty if the client has received no tokens.
-    `begun`: received tokens of outputs that are sent after all outputs have ended (best_of, beam search). The server
-      generates such outputs again from the start.
-    `texts`: text of each output that has at least one token in `token_ids`.
-    `finished`: indices of outputs that the client has received in full.
-    `num_prompt_logprobs`: number of the prompt's positions whose log-probabilities the client has received.
+    `token_ids`: received tokens of each output, or empty.
+    `begun`: tokens of outputs that the server generates again, because they are sent whole (best_of, beam search).
+    `texts`: text of each output that has tokens in `token_ids`.
+    `finished`: indices of outputs that the client has in full.
+    `num_prompt_logprobs`: positions of the prompt whose log-probabilities the client has.
     """
 
     token_ids: tuple[Sequence[int], ...] = ()
@@ -43,13 +56,9 @@ class Resumption:
 class GenerationRequest:
     """A request that has been checked against the model's limits, with every default filled in.
 
-    `n`: number of outputs to send; None means that every sequence is sent. If `n` is less than the number of sequences,
-      the `n` likeliest sequences are sent.
-    `hides_logprobs`: log-probabilities only rank the outputs and are not sent.
-    `resumes`: the request continues a broken stream.
-    `is_whole`: an output is sent only after it has ended.
-    `adapter_id`: the fingerprint of a low-rank adapter.
-    `encoder_input`: the encoder's input, for an encoder-decoder model.
+    `n`: number of the likeliest outputs to send; None: send all.
+    `hides_logprobs`: log-probabilities only rank the outputs.
+    `is_whole`: send each output only after its end.
     """
 
     request_id: str
@@ -75,7 +84,7 @@ class GenerationRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Number of tokens of the prompt and of the encoder's input together."""
+        """Tokens of the prompt and of the encoder's input together."""
         return len(self.prompt_token_ids) + (self.encoder_input.num_tokens if self.encoder_input else 0)
 
     @property
@@ -84,25 +93,18 @@ class GenerationRequest:
 
     @property
     def comes_whole(self) -> bool:
-        """Whether the best outputs are sent after all outputs have ended."""
         return self.n is not None or self.sampling.beam_width > 0
 
     @property
     def is_plain(self) -> bool:
-        """Whether, in each step, an unfinished output gains only a token and the token's text.
-
-        The engine's `SequenceGroup.is_plain` has the same meaning, but here requests with stop strings and requests
-        with ranked outputs do not count as plain either.
-        """
+        """Whether an output gains in each step only a token and its text, without stop strings or ranking."""
         return not (self.sampling.reports or self.stop or self.comes_whole)
 
     @property
     def is_complete(self) -> bool:
-        """Whether the client has already received all outputs in full."""
         return len(self.resumption.finished) == self.num_outputs
 
     def text(self, tokenizer: Tokenizer | None) -> OutputText:
-        """Create the object that collects the text of an output; the text is still empty."""
         return OutputText(
             tokenizer if self.sampling.pooling is None else None,
             self.prompt_token_ids,
@@ -111,3 +113,15 @@ class GenerationRequest:
             include_stop=self.include_stop_str_in_output,
             min_tokens=self.sampling.min_tokens,
         )
+
+
+def failure(sampling: SamplingParams, status: SequenceStatus | None) -> RequestError | None:
+    """The error of an output that failed with `status`, which depends only on this output's tokens."""
+    if status is SequenceStatus.FINISHED_BARRED:
+        return RequestError(grpc.StatusCode.INVALID_ARGUMENT, _FORM_ENDED if sampling.form else NOTHING_ALLOWED)
+    if status is SequenceStatus.FINISHED_FAILED:
+        what = "the model's output was not finite"
+        return RequestError(
+            grpc.StatusCode.INTERNAL, what if sampling.pooling is not None else f"no token could be chosen: {what}"
+        )
+    return None

@@ -1,57 +1,42 @@
-"""Counts the scheduler's memory that requests take: input when a request arrives, and output while it grows.
+"""Counts the scheduler's memory that requests take, because one request may be 1,000 times as large as another.
 
-Admission limits the bytes of requests, not only their number, because one request may be 1,000 times as large as
-another. Before any work on a request, an upper bound of its bytes is computed from its fields of variable length. While
-a call is open, gRPC holds the received message and the parsed message. The front end also holds the message's token
-ids, packed.
-
-At admission, the length of an output is unknown. While its client reads, only a small part of an output is in memory.
-The bytes of an output are therefore counted only from their creation until the client has read them. The unread output
-of all requests together has a limit of its own. If unread output exceeds this limit, the request with the most unread
-output is ended.
+The input is bounded before any work, from the request's fields of variable length. The length of an output is unknown
+at admission, so its bytes count from their creation until the client has read them. Beyond a limit on all unread
+output, the request with the most is ended.
 """
 
 from pagewire.v1 import inference_service_pb2 as pb
 
 REQUEST_BYTES = 32 << 10
-"""Bytes of a call with its asyncio task, stream and `SequenceGroup`, without the parts that the following constants
-count.
-"""
+"""Bytes of a call's asyncio task, stream and `SequenceGroup`, without the parts below."""
 OUTPUT_BYTES = 4 << 10
-"""Bytes of a sequence, with its detokenizer and the deltas that are not yet written to the client."""
+"""Bytes of a sequence, with its detokenizer and unsent deltas."""
 NUMBER_BYTES = 31
-"""Bytes of a token id, without the bytes in the received message. In the front end, a token id takes 8 bytes in the
-parsed gRPC message, 4 bytes in a packed array, and 4 bytes in the message to the engine. In the engine, a token id
-takes 4 bytes in a packed array and 5 bytes for the keys of cached blocks. Memory fragmentation takes the other 6 of the
-31 bytes. Measured with 200 prompts of 100,000 tokens: a token takes 26.9 bytes in the front end and 10.0 bytes in the
-engine. The measured 26.9 bytes include 3 bytes of the received message.
+"""Bytes of a token id, without those in the received message. Front end: 8 in the parsed message, 4 packed, 4 in the
+message to the engine. Engine: 4 packed, 5 for keys of cached blocks. Fragmentation: 6. Measured with 200 prompts of
+100,000 tokens: 26.9 in the front end (3 of the received message among them), 10.0 in the engine.
 """
 CHARACTER_BYTES = 4
-"""Bytes of a character, without the bytes in the received message. A character becomes at most one token."""
+"""Bytes of a character, without those in the received message. A character becomes at most one token."""
 LOGPROB_BYTES = 72
 POSITION_BYTES = 272
-"""Bytes of a token position that has log-probabilities, in addition to `LOGPROB_BYTES` for each log-probability. A
-position took 329 bytes with one log-probability, and 1,751 to 1,778 bytes with 21 log-probabilities.
+"""Bytes of a position with log-probabilities, in addition to `LOGPROB_BYTES` each. Measured: 329 bytes with one
+log-probability, 1,751 to 1,778 with 21.
 """
 OUTPUT_TOKEN_BYTES = 42
-"""Bytes of an output token that is not yet written to the client: an integer object, and an entry of a list with spare
-capacity.
-"""
+"""Bytes of an unsent output token: an integer object, and an entry of a list with spare capacity."""
 TEXT_BYTES = 4 << 10
-"""Bytes of memory of each text of a call with many texts: the text's asyncio task and list entries."""
+"""Bytes of a text's asyncio task and list entries."""
 SOUND_BYTES = 16 << 20
-"""Bytes of memory of 30 seconds of sound: 2 MB of samples, 10 MB during the computation of features, and three copies
-of the features (1 to 1.5 MB each). A call takes this memory after the engine has admitted the call.
+"""Bytes of 30 seconds of sound, taken after admission: 2 MB of samples, 10 MB for computing features, and three copies
+of the features (1 to 1.5 MB each).
 """
 STRING_BYTES = 50
-"""Bytes of a token's text that is stored as a separate string."""
+"""Bytes of a token's text as a separate string."""
 
 
 def request_bytes(message: pb.GenerateRequest, num_bytes: int = 0) -> int:
-    """An upper bound of the bytes that a request takes from its arrival until its stream is closed.
-
-    `num_bytes`: bytes of the received message, if known.
-    """
+    """An upper bound of a request's bytes until its stream is closed. `num_bytes`: bytes of the message, if known."""
     sampling = message.sampling
     num_numbers = len(message.token_ids.ids) + len(sampling.allowed_token_ids) + 8 * len(sampling.logit_bias)
     num_numbers += len(message.encoder_token_ids.ids)
@@ -72,15 +57,12 @@ def request_bytes(message: pb.GenerateRequest, num_bytes: int = 0) -> int:
 
 
 def sound_bytes(sound: pb.Sound, num_bytes: int = 0) -> int:
-    """An upper bound of the bytes of a call with a sound, without the memory of the sound's windows (`SOUND_BYTES`)."""
+    """An upper bound of the bytes of a call with a sound, without its windows (`SOUND_BYTES`)."""
     return REQUEST_BYTES + 3 * (num_bytes or sound.ByteSize())
 
 
 def texts_bytes(message: pb.EmbedRequest | pb.ScoreRequest, num_bytes: int = 0) -> int:
-    """An upper bound of the bytes of a call with many texts.
-
-    For texts that are in the engine, `text_bytes` counts more bytes.
-    """
+    """An upper bound of the bytes of a call with many texts, without those in the engine (`text_bytes`)."""
     if isinstance(message, pb.EmbedRequest):
         num_numbers = sum(len(item.token_ids.ids) for item in message.inputs)
         num_characters, num_texts = sum(len(item.text) for item in message.inputs), len(message.inputs)
@@ -97,15 +79,13 @@ def texts_bytes(message: pb.EmbedRequest | pb.ScoreRequest, num_bytes: int = 0) 
 
 
 def text_bytes(num_tokens: int, num_vector_bytes: int) -> int:
-    """Bytes of one text of a call, from its submission to the engine until its vectors are written."""
+    """Bytes of one text, from its submission to the engine until its vectors are written."""
     return REQUEST_BYTES + NUMBER_BYTES * num_tokens + num_vector_bytes
 
 
 def prompt_logprob_bytes(most: int | None, num_prompt_tokens: int) -> int:
-    """Bytes of the prompt's log-probabilities that are not yet written: they may arrive faster than the client reads.
-
-    Call this function after tokenization, which determines the number of prompt tokens. `most`: number of likeliest
-    tokens at each position; None if the request has no log-probabilities.
+    """Bytes of the prompt's log-probabilities, of `most` tokens at each position: they may arrive faster than they are
+    read.
     """
     return 0 if most is None else logprob_bytes(num_prompt_tokens, most + 1)
 
@@ -115,13 +95,11 @@ def logprob_bytes(num_positions: int, num_each: int) -> int:
 
 
 def output_bytes(num_tokens: int, num_characters: int) -> int:
-    """Bytes of output that is not yet written to the client, without log-probabilities."""
+    """Bytes of unsent output, without log-probabilities."""
     return OUTPUT_TOKEN_BYTES * num_tokens + CHARACTER_BYTES * num_characters
 
 
 class UnreadOutput:
-    """The bytes of output that clients have not read yet, summed over all streams of a front end."""
-
     __slots__ = ("most", "num_bytes")
 
     def __init__(self, most: int) -> None:

@@ -10,16 +10,13 @@ from pagewire.v1.sequence_group_pb2 import SequenceStatus as Status
 from pagewire_common.calls.errors import RequestError
 from scheduler_service.core import PoolingParams, PoolingType, SequenceStatus
 from scheduler_service.core.outputs import TokenLogprobs
-from scheduler_service.frontend.output.output_failure import failure
-from scheduler_service.frontend.output.request import GenerationRequest
+from scheduler_service.frontend.output.request import GenerationRequest, failure
 from scheduler_service.frontend.output.request_memory import STRING_BYTES, UnreadOutput
 from scheduler_service.frontend.output.request_trace import RequestTrace
-from scheduler_service.frontend.output.streams import OutputDelta, OutputStream
-from scheduler_service.frontend.output.token_times import TokenTimes
-from scheduler_service.frontend.output.turns import Turns
+from scheduler_service.frontend.output.streams import OutputDelta, OutputStream, Turns
 from scheduler_service.frontend.output.whole_output import RankedOutput, WholeOutput
 from scheduler_service.frontend.text.tokenization import Tokenizer
-from scheduler_service.statistics.counts import RequestCounts
+from scheduler_service.statistics.counts import RequestCounts, TokenTimes
 from scheduler_service.statistics.finished_requests import RequestMetrics
 from scheduler_service.wire.fields import decode_enum
 
@@ -28,11 +25,9 @@ from scheduler_service.wire.fields import decode_enum
 class Gained:
     """The data that an output gains in one step.
 
-    `token_id`: the output's new token; None in a step that computes only prompt tokens.
-    `status`: set if the output ended in this step.
+    `token_id`: None in a step that computes only prompt tokens.
     `prompt_logprobs`: log-probabilities of the prompt's positions from `prompt_start` on.
-    `vectors`: the output's new vectors. If a pooling call returns a vector for each token, the first new vector is at
-      position `prompt_start` - 1.
+    `vectors`: the new vectors; if each token has a vector, the first is at position `prompt_start` - 1.
     """
 
     index: int
@@ -68,7 +63,7 @@ def _decode_logprobs(columns: wire.SampleLogprobs) -> list[TokenLogprobs]:
 
 
 class RequestState:
-    """A request in flight: the text so far, the client's stream, and the request's state in the engine."""
+    """A request in flight: its text so far, the client's stream, and its state in the engine."""
 
     def __init__(
         self,
@@ -79,13 +74,11 @@ class RequestState:
         unread: UnreadOutput,
     ) -> None:
         self.request = request
-        # The engine connection assigns these numbers to the call and to the request's first output.
+        # numbers of the call and of the first output, assigned by the registry
         self.call = 0
         self.first_output = 0
         self.standing = Standing()
-        """Whether and where the request runs, and its counts of preemptions and tokens, from the engine's latest
-        message.
-        """
+        """The engine's latest message about the request's place, preemptions and tokens."""
         self.trace: RequestTrace | None = None
         self.counts = counts
         self._num_hypothesis_tokens: list[int] | None = None
@@ -102,24 +95,17 @@ class RequestState:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Number of prompt tokens found in the prefix cache.
-
-        For a resumed request, the prefix cache may also contain output tokens, which do not count.
-        """
+        """Prompt tokens found in the prefix cache, without a resumed request's output tokens."""
         return min(self.standing.cached_tokens, self.request.num_prompt_tokens)
 
     @property
     def num_output_tokens(self) -> list[int]:
-        """Number of tokens of each output.
-
-        With best_of or beam search, the list includes sequences that are not sent to the client.
-        """
+        """Number of tokens of each output; with best_of or beam search, also of sequences that are not sent."""
         if self.request.sampling.beam_width:
             return self._num_hypothesis_tokens or []
         return self.times.num_tokens
 
     def metrics(self, now: float) -> RequestMetrics:
-        """The request's latencies, preemptions and cached tokens up to `now`."""
         standing, times = self.standing, self.times
         return RequestMetrics(
             queued_seconds=standing.queued_seconds if standing.HasField("queued_seconds") else None,
@@ -136,7 +122,6 @@ class RequestState:
     # ---- messages from the engine
 
     def stands(self, standing: Standing) -> None:
-        """Record on which worker the request now runs, and its new counts of preemptions and tokens."""
         if standing.HasField("queued_seconds") and not self.standing.HasField("queued_seconds"):
             self.counts.queue_seconds.observe(standing.queued_seconds)
         self.standing = standing
@@ -144,11 +129,7 @@ class RequestState:
             self.trace.stands(standing)
 
     def gain_token(self, index: int, token_id: int, now: float) -> bool:
-        """Add a token to an unfinished output. Returns True if a stop string ended the output.
-
-        After a stop string, the engine may send more tokens until it learns that the output has ended. These tokens are
-        ignored.
-        """
+        """Add a token to an unfinished output. Returns True if a stop string ended the output."""
         if self._has_ended[index]:
             return False
         if self._is_plain:
@@ -198,7 +179,7 @@ class RequestState:
         return stop is not None
 
     def _fail(self, index: int, status: SequenceStatus | None, error: RequestError) -> None:
-        """End a failed output. If the request has only this output or is a beam search, the whole request fails."""
+        """End a failed output. A request's only output or a beam search fails as a whole."""
         if (self.request.num_outputs == 1 and self._ranked is None) or self.request.sampling.beam_width:
             self.stream.fail(error)
         else:
@@ -206,7 +187,7 @@ class RequestState:
             self._put(OutputDelta(index, text, status=status, num_output_tokens=self.times.num_tokens[index]))
 
     def _gain_vectors(self, gained: Gained, pooling: PoolingParams, now: float) -> None:
-        """Add vectors to an output. Vectors that are computed again after a preemption are skipped."""
+        """Add vectors to an output, without those computed again after a preemption."""
         vectors = gained.vectors
         if pooling.type is PoolingType.ALL:
             start = (gained.prompt_start - 1) * pooling.vector_bytes
@@ -218,7 +199,6 @@ class RequestState:
             self._put(OutputDelta(gained.index, vectors=vectors, status=gained.status))
 
     def gain_hypotheses(self, hypotheses: Sequence[Hypothesis], now: float) -> None:
-        """Add the outputs of a finished beam search."""
         self.times.first_token_seconds = now - self.times.arrived_at
         self._num_hypothesis_tokens = [len(hypothesis.token_ids) for hypothesis in hypotheses]
         for index, hypothesis in enumerate(hypotheses[: self.request.num_outputs]):
@@ -238,7 +218,6 @@ class RequestState:
             )
 
     def abort(self) -> None:
-        """End every unfinished output as aborted, and send text that was withheld because of a stop string."""
         if self.request.sampling.beam_width:  # beam search sends nothing before its end
             for index in range(self.request.num_outputs):
                 self._put_whole(index, WholeOutput())
@@ -269,7 +248,7 @@ class RequestState:
                 self._put_whole(index, output.whole)
 
     def _put_whole(self, index: int, output: WholeOutput) -> None:
-        """Put a complete output on the stream, without tokens that the client received from a broken stream."""
+        """Put a complete output on the stream, without tokens that the client already has."""
         resumption = self.request.resumption
         if index not in resumption.finished:
             self.stream.put_whole(output.deltas(index, resumption.begun.get(index, ())))

@@ -1,39 +1,51 @@
-"""Trace spans: one span for each call, and within a call's span, one span for each phase of the call's requests.
+"""Records a call: its log line and, with tracing, one span for the call and one for each phase of its requests.
 
-A request's phases are queue, prefill and decode. After a preemption, a span `preemption` lasts until the request runs
-again. If a preempted request continues on another worker, its span has the name `move` instead of `preemption`. The
-names of span attributes follow OpenTelemetry's conventions for generative AI (gen_ai.…), or begin with `pagewire.`. No
-attribute reveals a prompt or an output.
+Phases are queue, prefill and decode, and after a preemption `preemption` (on another worker: `move`). Attributes are
+OpenTelemetry's (gen_ai.…) or begin with `pagewire.`; none reveals a prompt or an output.
 """
 
+import asyncio
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
+import structlog
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, get_current_span, set_span_in_context
 
+from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.engine_service_pb2 import Standing
-from pagewire_common.telemetry.tracing import parent_of, trace_parent
+from pagewire_common.calls.errors import RequestError
+from pagewire_common.sampling import MAX_STRING
+from pagewire_common.telemetry.tracing import TRACE_PARENT, parent_of, trace_parent
+from scheduler_service.access.audit import leave_own_line
+from scheduler_service.access.caller import caller
 from scheduler_service.frontend.output.request import GenerationRequest
 
+log = structlog.get_logger()
+
+Request = pb.GenerateRequest | pb.EmbedRequest | pb.ScoreRequest | pb.TranscribeRequest
+
 CHAT, TEXT_COMPLETION, EMBEDDINGS = "chat", "text_completion", "embeddings"
-"""Names of operations in OpenTelemetry's conventions, which define no names for scoring and transcription."""
+"""Operations in OpenTelemetry's conventions, which name neither scoring nor transcription."""
 SCORE, TRANSCRIPTION = "score", "transcription"
 MAX_PHASES = 64
-"""Largest number of phase spans of a call. Only a call whose requests are preempted many times reaches this limit."""
+"""Largest number of phase spans of a call, reached only after many preemptions."""
 MAX_REQUESTS = 16
-"""Largest number of requests of a call that have spans. An Embed call, with up to 2,048 texts, exceeds this limit."""
+"""Largest number of requests of a call that have spans. An Embed call may have 2,048 texts."""
 
 
 def trace_id_of(metadata: Any) -> str:
-    """The trace id in a call's metadata; empty if the caller sent no trace id."""
+    """The trace id in a call's metadata; empty without one."""
+    if not any(name == TRACE_PARENT for name, _ in metadata):
+        return ""
     context = get_current_span(parent_of(metadata)).get_span_context()
     return f"{context.trace_id:032x}" if context.is_valid else ""
 
 
 class CallTrace:
-    """The span of a call, from the call's arrival until `end`. `operation`: value of gen_ai.operation.name."""
-
     def __init__(self, tracer: Tracer, metadata: Any, operation: str) -> None:
         self._tracer = tracer
         self._offset = time.time_ns() - time.monotonic_ns()
@@ -49,11 +61,9 @@ class CallTrace:
 
     @property
     def parent(self) -> str:
-        """The trace parent that workers use for their spans."""
         return trace_parent(self._context)
 
     def describe(self, model: str, tenant: str, priority: int) -> None:
-        """Add attributes about the model and the tenant. Call `describe` after the API key's model is checked."""
         self._span.update_name(f"{self._operation} {model}")
         self._span.set_attributes(
             {
@@ -67,7 +77,6 @@ class CallTrace:
         )
 
     def describe_sampling(self, request: GenerationRequest) -> None:
-        """Add attributes about the sampling parameters of a checked request."""
         sampling = request.sampling
         self._span.set_attributes(
             {
@@ -82,10 +91,7 @@ class CallTrace:
         )
 
     def request(self, **attributes: int) -> "RequestTrace | None":
-        """Begin the trace of another request of the call. All spans of the request get `attributes`.
-
-        Returns None if the trace is not sampled, or if `MAX_REQUESTS` requests of the call already have spans.
-        """
+        """Begin the trace of another request. None if the trace is not sampled, or beyond `MAX_REQUESTS`."""
         if not self._span.is_recording() or len(self._requests) >= MAX_REQUESTS:
             return None
         request = RequestTrace(self, {f"pagewire.{name}": value for name, value in attributes.items()})
@@ -93,7 +99,6 @@ class CallTrace:
         return request
 
     def start_phase(self, name: str, at: float, attributes: Mapping[str, Any]) -> Span | None:
-        """Start the span of a phase. Returns None if the call already has `MAX_PHASES` phase spans."""
         self._num_phases += 1
         if self._num_phases > MAX_PHASES:
             return None
@@ -104,7 +109,7 @@ class CallTrace:
         return int(at * 1e9) + self._offset
 
     def end(self, status: str, error: str, figures: Mapping[str, Any]) -> None:
-        """End the call's span. `status`: name of the gRPC status. `figures`: values of the call's log line, by name."""
+        """End the span. `status`: name of the gRPC status. `figures`: values of the call's log line, by name."""
         now = time.monotonic()
         for request in self._requests:
             request.end(now)
@@ -128,10 +133,7 @@ class CallTrace:
 
 
 class RequestTrace:
-    """The spans of one request of a call, from submission until `end`.
-
-    All arguments for times are seconds of the monotonic clock.
-    """
+    """The spans of one request, from submission until `end`. Times are seconds of the monotonic clock."""
 
     def __init__(self, call: CallTrace, attributes: Mapping[str, Any]) -> None:
         self._call = call
@@ -143,14 +145,13 @@ class RequestTrace:
         self._standing = Standing()
 
     def submitted(self, request: GenerationRequest, arrived_at: float) -> str:
-        """Begin the phase `queue`. Returns the trace parent for the worker."""
         if request.sampling.beam_width:
             self._computes = "beam search"
         self._begin("queue", arrived_at)
         return self._call.parent
 
     def stands(self, standing: Standing) -> None:
-        """Begin a phase if the request has started to run, has moved to another worker, or has been preempted."""
+        """Begin a phase if the request has started, moved to another worker, or been preempted."""
         place, before = standing.place, self._standing
         self._standing = standing
         if not standing.HasField("place"):
@@ -166,7 +167,7 @@ class RequestTrace:
             self._begin(self._computes if self._awaits_token else "decode", place.at, {"pagewire.worker": place.worker})
 
     def gained_token(self, now: float) -> None:
-        """Record a new token; the first token after a prefill begins the phase `decode`."""
+        """Record a new token; the first after a prefill begins the phase `decode`."""
         if self._awaits_token:
             self._awaits_token, self._has_tokens = False, True
             if self._runs:
@@ -177,7 +178,75 @@ class RequestTrace:
         self._phase = self._call.start_phase(name, at, {**self._attributes, **(attributes or {})})
 
     def end(self, at: float) -> None:
-        """End the request's last phase."""
         if self._phase is not None:
             self._phase.end(self._call.ns(at))
             self._phase = None
+
+
+@dataclass
+class CallEnd:
+    """How a call ended. `status`: name of the gRPC status. `sentence`: error message to the client."""
+
+    status: str = "OK"
+    sentence: str = ""
+    _began: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        try:
+            yield
+        except RequestError as error:
+            self.status, self.sentence = error.code.name, str(error)
+            raise
+        except asyncio.CancelledError:
+            self.status = "CANCELLED"
+            raise
+        except BaseException:
+            self.status = "INTERNAL"
+            raise
+
+
+@contextlib.contextmanager
+def recorded(
+    event: str,
+    operation: str,
+    request: Request,
+    context: grpc.aio.ServicerContext[Any, Any],
+    tracer: Tracer | None,
+    figures: Callable[[], Mapping[str, Any]],
+) -> Iterator[CallTrace | None]:
+    """Write a log line `event` at the end of the `with` block, which contains the call. With a tracer, also record a
+    span.
+
+    `figures`: values for both, without content of the request or of the answer.
+    """
+    leave_own_line()
+    metadata = context.invocation_metadata() or ()
+    trace = CallTrace(tracer, metadata, operation) if tracer is not None else None
+    trace_id = trace.id if trace is not None else trace_id_of(metadata)
+    end = CallEnd()
+    try:
+        with end.noting():
+            yield trace
+    finally:
+        names = names_of(request.tenant, request.lora_name)
+        if trace_id:
+            names["trace_id"] = trace_id
+        known = {"total_seconds": end.seconds, **figures()}
+        if trace is not None:
+            trace.end(end.status, end.sentence, known)
+        log.info(event, status=end.status, **names, **known)
+
+
+def names_of(tenant: str, lora_name: str) -> dict[str, Any]:
+    key = caller.get()
+    names = {"tenant": (tenant if key is None else key.tenant)[:MAX_STRING]}
+    if key is not None:
+        names["api_key"] = key.id
+    if lora_name:
+        names["lora_name"] = lora_name[:MAX_STRING]
+    return names

@@ -1,8 +1,13 @@
-"""Output streams to clients. While a client reads slowly, the deltas of its stream are merged and need little memory.
+"""Output streams to clients, which take turns at writing.
 
-When a merged delta reaches a size limit, the next delta begins. Each delta is sent as one gRPC message. The size limits
-of deltas keep messages below the default limit of every client, and make encoding quick. A token and its text are
-always in the same delta, because a client may resume a broken stream after any message.
+Unread deltas of a stream are merged up to a size limit, and each is sent as one gRPC message. A token and its text are
+in the same delta, because a client may resume a broken stream after any message.
+
+Only a few streams have a turn at a time. When 256 streams wrote at once, answers and new calls waited behind the writes
+in gRPC's single queue of events: gRPC accepted only 100 calls a second, and workers ran with half-empty batches.
+
+A turn beyond a timeout no longer counts towards the limit of turns, nor do this client's next turns until one is quick
+again. When all turns time out (many frozen clients), the timeout is halved, down to 1 ms.
 """
 
 import asyncio
@@ -14,17 +19,21 @@ from pagewire_common.calls.errors import RequestError
 from scheduler_service.core import SequenceStatus
 from scheduler_service.core.outputs import TokenLogprobs
 from scheduler_service.frontend.output.request_memory import UnreadOutput, logprob_bytes, output_bytes
-from scheduler_service.frontend.output.turns import Turn, Turns
 
 MAX_TOKENS = 2048
 MAX_CHARACTERS = 1 << 16
 MAX_LOGPROBS = 1024
-"""Number of log-probabilities at which a delta is full. A merged delta may have up to twice as many log-probabilities.
-Encoding a log-probability takes 2.6 µs. The limits of tokens, characters and log-probabilities keep messages below 0.3
-MB.
+"""Log-probabilities at which a delta is full; a merged delta may have twice as many. Encoding one takes 2.6 µs. The
+limits of tokens, characters and log-probabilities keep messages below 0.3 MB.
 """
 MAX_VECTOR_BYTES = 1 << 20
 """Bytes of vectors at which a delta is full."""
+AT_ONCE = 8
+"""Largest number of turns at the same time. Eight turns take about 0.5 ms, enough to keep gRPC busy with writes."""
+LONGEST_SECONDS = 0.02
+SHORTEST_SECONDS = 0.001
+SLOW_AFTER = 4 * AT_ONCE
+"""Turns that start during a slow client's turn. Seconds would not do: no turns start while the server is delayed."""
 
 
 @dataclass(slots=True)
@@ -38,7 +47,7 @@ class OutputDelta:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     status: SequenceStatus | None = None
     stop: str | int | None = None
-    """The request's stop string or stop token that ended the output; None if neither did."""
+    """The stop string or stop token that ended the output."""
     num_output_tokens: int = 0
     vectors: bytes = b""
 
@@ -53,10 +62,7 @@ class OutputDelta:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory of the delta.
-
-        Prompt log-probabilities and vectors are not included: they are counted with the request.
-        """
+        """Bytes of the delta. Prompt log-probabilities and vectors are counted with the request."""
         num_bytes = output_bytes(len(self.token_ids), len(self.text))
         if self.logprobs:
             num_bytes += logprob_bytes(len(self.logprobs), len(self.logprobs[0].token_ids))
@@ -77,21 +83,80 @@ def _size(logprobs: Sequence[TokenLogprobs]) -> int:
     return len(logprobs) * len(logprobs[0].token_ids) if logprobs else 0
 
 
+class Turn:
+    """The turn of a stream's reader, which uses the same object for all its turns."""
+
+    __slots__ = ("came", "is_slow", "number")
+
+    def __init__(self) -> None:
+        self.came: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Resolved when the turn comes. If the reader left before, the future is already done, and the turn does not
+        count.
+        """
+        self.number = 0  # number of the current turn; 0 between turns
+        self.is_slow = False
+
+
+class Turns:
+    def __init__(self) -> None:
+        self._asking: deque[Turn] = deque()
+        self._given: dict[Turn, float] = {}  # start times of the turns that count towards the limit; oldest first
+        self._num_given = 0
+        self._longest = LONGEST_SECONDS
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def num_held(self) -> int:
+        return len(self._given)
+
+    def ask(self, turn: Turn) -> None:
+        self._asking.append(turn)
+        self._give()
+
+    def end(self, turn: Turn) -> None:
+        if turn.number:
+            turn.is_slow = self._num_given - turn.number > SLOW_AFTER
+            turn.number = 0
+            if self._given.pop(turn, None) is not None:
+                self._longest = LONGEST_SECONDS
+                self._give()
+
+    def _give(self) -> None:
+        asking, given = self._asking, self._given
+        while asking and len(given) < AT_ONCE:
+            turn = asking.popleft()
+            if not turn.came.done():
+                turn.came.set_result(None)
+                self._num_given += 1
+                turn.number = self._num_given
+                if not turn.is_slow:
+                    given[turn] = self._loop.time()
+        if asking and self._timer is None:
+            self._timer = self._loop.call_at(next(iter(given.values())) + self._longest, self._forget)
+
+    def _forget(self) -> None:
+        self._timer = None
+        oldest = self._loop.time() - self._longest
+        forgotten = [turn for turn, at in self._given.items() if at <= oldest]
+        for turn in forgotten:
+            del self._given[turn]
+        if len(forgotten) == AT_ONCE:
+            self._longest = max(SHORTEST_SECONDS, self._longest / 2)
+        self._give()
+
+
 class OutputStream:
-    """The deltas of one request.
+    """The deltas of one request, which `RequestState` puts and one reader takes.
 
-    `RequestState` puts deltas on the stream; one reader iterates until every output has ended.
-
-    Streams with the same `turns` take turns. The turn of a stream's reader lasts from one delta until the reader
-    requests the next delta or leaves. With `until_ended`, the reader receives the deltas of an output only after this
-    output has ended. A reader that stores a delta, instead of sending it, reports the delta with `keep`.
+    A reader's turn lasts until it requests the next delta or leaves. With `until_ended`, deltas follow an output's end.
     """
 
     def __init__(self, num_outputs: int, turns: Turns, unread: UnreadOutput, *, until_ended: bool = False) -> None:
         self.num_open = num_outputs
         self.num_unread = 0  # bytes of output that the client has not read yet
         self.when_cut: Callable[[RequestError], None] | None = None
-        """A function that `cut` calls, because the reader may be writing a delta at this moment and must be stopped."""
+        """A function that `cut` calls to stop the reader, which may be writing a delta."""
         self._until_ended = until_ended
         self._unread = unread
         self._taken = 0  # bytes of the delta that the reader is writing to the client
@@ -106,7 +171,7 @@ class OutputStream:
         self._loop = asyncio.get_running_loop()
 
     def put(self, delta: OutputDelta) -> None:
-        """Add a delta to the stream without waiting. Deltas of one output are merged until the reader takes them."""
+        """Add a delta without waiting. Deltas of one output are merged until the reader takes them."""
         self.count(delta.num_bytes)
         waiting = self._pending.get(delta.index)
         if waiting is not None and not waiting.is_full:
@@ -117,11 +182,7 @@ class OutputStream:
             self._notify()
 
     def put_token(self, index: int, token_id: int, text: str, num_output_tokens: int) -> None:
-        """Add a token and its text, for a request with `is_plain`.
-
-        `put_token` is a fast path of `put`: deltas of requests with `is_plain` have no log-probabilities or vectors.
-        Most tokens are added with `put_token`, and nearly all are merged into an existing delta.
-        """
+        """Add a token and its text: the fast path of `put` for a request with `is_plain`, which most tokens take."""
         self.count(output_bytes(1, len(text)))
         delta = self._pending.get(index)
         if delta is None or len(delta.token_ids) >= MAX_TOKENS or len(delta.text) >= MAX_CHARACTERS:
@@ -133,16 +194,12 @@ class OutputStream:
             self._notify()
 
     def put_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
-        """Add the log-probabilities of one or more further positions of the prompt."""
         at_once = max(1, MAX_LOGPROBS // len(entries[0].token_ids))
         for start in range(0, len(entries), at_once):
             self.put(OutputDelta(0, prompt_logprobs=list(entries[start : start + at_once])))
 
     def put_whole(self, deltas: Iterator[OutputDelta | None]) -> None:
-        """Add the deltas of a complete output.
-
-        A delta of a complete output is created, and its bytes are counted, when the reader takes the delta.
-        """
+        """Add a complete output. Its deltas are created, and their bytes counted, when the reader takes them."""
         self._whole.append(deltas)
         self._notify()
 
@@ -153,24 +210,20 @@ class OutputStream:
         return delta
 
     def keep(self, delta: OutputDelta) -> None:
-        """Record that the reader stores a delta instead of sending it.
-
-        The delta counts as unread until the reader leaves.
-        """
+        """Count a delta that the reader stores as unread until the reader leaves."""
         self.count(delta.num_bytes)
 
     def count(self, num_bytes: int) -> None:
-        """Add to the number of unread bytes. A negative `num_bytes` means bytes that the client has read."""
+        """Add to the number of unread bytes; a negative `num_bytes` has been read."""
         self.num_unread += num_bytes
         self._unread.num_bytes += num_bytes
 
     def fail(self, error: RequestError) -> None:
-        """End the stream with an error, after the pending deltas. If `fail` is called again, the first error counts."""
+        """End the stream with an error, after the pending deltas. The first error counts."""
         self._error = self._error or error
         self._notify()
 
     def cut(self, error: RequestError) -> None:
-        """Drop the pending deltas, and end the stream with an error."""
         self._drop()
         self.fail(error)
         if self.when_cut is not None:
@@ -185,7 +238,6 @@ class OutputStream:
         return self
 
     async def __anext__(self) -> OutputDelta:
-        """Wait for the next delta. Raises the RequestError that ended the stream."""
         while True:
             self._turns.end(self._turn)
             self.count(-self._taken)
@@ -199,9 +251,8 @@ class OutputStream:
             await self._turn.came
             if not self._has_some:
                 assert self._error is not None
-                # A new error is raised, because a raised error refers to this frame and, through the frame, to the
-                # stream. If the stream also referred to the raised error, a reference cycle would stay in memory until
-                # Python's collector runs.
+                # raising the stored error would form a reference cycle (error, frame, stream) until Python's collector
+                # runs
                 raise RequestError(self._error.code, str(self._error))
             if (delta := self._take()) is not None:
                 self.num_open -= delta.status is not None
@@ -223,7 +274,6 @@ class OutputStream:
         return delta
 
     def leave(self) -> None:
-        """End the reader's turn and drop unread deltas, because the reader stops reading."""
         self._turns.end(self._turn)
         self._drop()
 

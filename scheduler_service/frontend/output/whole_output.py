@@ -1,7 +1,7 @@
-"""Complete outputs of best_of and beam search, which are sent to the client in deltas after all outputs have ended.
+"""Complete outputs of best_of and beam search, which are sent to the client after all outputs have ended.
 
-If a client resumes a broken stream of a beam search or best_of, the server generates all outputs again. Tokens that the
-client already has are decoded but not sent again: the text of later tokens depends on the text of earlier tokens.
+A resumed stream's outputs are generated again, and decoded from the start, because later text depends on earlier
+tokens.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,12 +26,11 @@ class WholeOutput:
     stop: str | int | None = None
 
     def deltas(self, index: int, begun: Sequence[int]) -> Iterator[OutputDelta | None]:
-        """The deltas of the output, without the tokens `begun`, which the client already has.
+        """The deltas of the output without the tokens `begun`, which the client has. A None lets other tasks run.
 
-        Between deltas, the iterator may return None, so that other tasks can run. Raises FAILED_PRECONDITION if the
-        output does not start with the tokens `begun`.
+        Raises FAILED_PRECONDITION if the output does not start with `begun`.
         """
-        # An aborted or failed output may be shorter than `begun`, so only completed outputs are compared.
+        # An aborted or failed output may be shorter than `begun`.
         has_ended = self.status in (SequenceStatus.FINISHED_STOPPED, SequenceStatus.FINISHED_LENGTH_CAPPED)
         if has_ended and self.token_ids[: len(begun)] != list(begun):
             raise RequestError(
@@ -58,7 +57,7 @@ class WholeOutput:
 
 
 class RankedOutput:
-    """An output of a best_of request, which is stored until all outputs of the request are ranked."""
+    """An output of a best_of request, stored until all outputs are ranked."""
 
     def __init__(self) -> None:
         self.whole = WholeOutput()
@@ -78,5 +77,5 @@ class RankedOutput:
             self.whole.status, self.whole.stop = delta.status, delta.stop
 
     def place(self) -> tuple[bool, float]:
-        """Sort key of the ranking: outputs are sorted by falling mean log-probability, and failed outputs come last."""
+        """Sort key: by falling mean log-probability, failed outputs last."""
         return self.whole.status.has_failed, -self.logprob / max(1, len(self.whole.token_ids))

@@ -1,7 +1,7 @@
 """Decodes the sound of an MP4 or WebM file in small blocks, with FFmpeg (PyAV).
 
-FFmpeg supports hundreds of formats. For safety, FFmpeg may use only the demuxer that the header of the client's file
-selects, and a few common decoders. FFmpeg may read no data except the bytes of this file.
+For safety, FFmpeg may use only the demuxer that the file's header selects and a few common decoders, and read only this
+file's bytes.
 """
 
 import io
@@ -17,27 +17,19 @@ from scheduler_service.frontend.speech.sound_error import SoundError, broken, un
 CODECS = ("aac", "opus", "vorbis", "mp3float", "flac", "alac")
 _MAX_STREAMS = 16
 _MAX_FRAME_SAMPLES = 1 << 17
-"""Largest number of samples of a packet. A malicious header may claim 16 million samples of 8 channels, for which
-FFmpeg would reserve 512 MB.
-"""
+"""Samples of a packet. For a malicious header (16 million samples of 8 channels), FFmpeg would reserve 512 MB."""
 _MAX_PACKETS = 1 << 19
-"""Largest number of packets of a file. An hour of AAC at 48,000 samples a second has 168,750 packets. A malicious file
-of 16 MiB may have millions of empty packets.
-"""
+"""Packets of a file. An hour of AAC at 48,000 samples a second has 168,750; a malicious file may have millions."""
 
 
 _MIN_SAMPLE_BYTES = 8
-"""A file must have at least 8 bytes for each sample that its headers of MP4 fragments claim. FFmpeg reserves 36 bytes
-for each claimed sample, so a file of 10 KB could claim 2^26 samples and take 2.4 GB. In real files, a sample (in MP4, a
-frame of AAC) has at least 100 bytes.
+"""Bytes that a file must have for each sample of its MP4 fragments. Real samples (frames of AAC) have at least 100.
+FFmpeg reserves 36 bytes a claimed sample: a file of 10 KB could claim 2^26 samples and take 2.4 GB.
 """
 
 
 def _check_fragments(data: bytes) -> None:
-    """Refuse an MP4 file whose fragments claim more samples than the file can hold.
-
-    Every `trun` in the file's bytes counts as the header of a fragment.
-    """
+    """Refuse an MP4 file whose fragments (each `trun` in its bytes) claim more samples than it can hold."""
     if b"moof" not in data:
         return
     num_samples, place = 0, data.find(b"trun")
@@ -49,10 +41,7 @@ def _check_fragments(data: bytes) -> None:
 
 
 class Container:
-    """An opened MP4 or WebM file, which `Sound` reads from beginning to end. Raises SoundError.
-
-    `frames`: number of samples according to the file's header; None if the header does not state the sound's length.
-    """
+    """An opened MP4 or WebM file. `frames`: samples, if the header states the length. Raises SoundError."""
 
     def __init__(self, data: bytes, demuxer: str) -> None:
         _check_fragments(data)
@@ -73,12 +62,14 @@ class Container:
             raise unreadable() from None
         sounds = self._container.streams.audio
         if len(sounds) != 1:
-            raise SoundError(f"data has {len(sounds)} sounds in it; send a file with one")
+            raise SoundError(f"data has {len(sounds)} sounds; send a file with one")
         self._stream = stream = sounds[0]
-        codec = stream.codec_context  # None if FFmpeg has no decoder for the stream
+        codec = stream.codec_context  # None without a decoder for the stream
         if codec is None or codec.name not in CODECS:
             name = "an unknown codec" if codec is None else codec.name
-            raise SoundError(f"data has a sound in {name}; {', '.join(CODECS).replace('mp3float', 'mp3')} are heard")
+            raise SoundError(
+                f"data has a sound in {name}; {', '.join(CODECS).replace('mp3float', 'mp3')} are supported"
+            )
         codec.thread_count = 1
         codec.options = {"max_samples": str(_MAX_FRAME_SAMPLES), "err_detect": "explode"}
         self._num_read = 0
@@ -99,7 +90,7 @@ class Container:
         return None
 
     def read(self, length: int) -> npt.NDArray[np.float32]:
-        """Read the next `length` samples, or all that remain in the file: [num_samples, num_channels]."""
+        """The next `length` samples, or the remaining ones: [num_samples, num_channels]."""
         blocks, count = [], 0
         while self._rest is not None and count < length:
             blocks.append(self._rest[: length - count])
@@ -110,14 +101,14 @@ class Container:
         return np.concatenate(blocks) if blocks else np.empty((0, self.channels), dtype=np.float32)
 
     def _decoded(self) -> Iterator[npt.NDArray[np.float32]]:
-        resampler = av.AudioResampler(format="flt")  # converts the samples to float32, without resampling
+        resampler = av.AudioResampler(format="flt")  # to float32, without resampling
         try:
             for number, packet in enumerate(self._container.demux(self._stream)):
                 if number == _MAX_PACKETS:
                     raise SoundError(f"data has more than {_MAX_PACKETS} packets")
                 for frame in packet.decode():
                     if self.samplerate not in (0, frame.sample_rate):
-                        raise SoundError("data is of several rates; send a file with one")
+                        raise SoundError("data has several sample rates; send a file with one")
                     self.samplerate = frame.sample_rate
                     yield from self._samples(resampler, frame)
         except (av.FFmpegError, ValueError):

@@ -1,4 +1,4 @@
-"""Whisper's languages by English name. A request may contain a language's name instead of the language's code."""
+"""Whisper's languages by English name, which a request may contain instead of the code."""
 
 _NAMES = """
 en=english zh=chinese|mandarin de=german es=spanish|castilian ru=russian ko=korean fr=french ja=japanese
@@ -14,7 +14,7 @@ fo=faroese ht=haitian_creole|haitian ps=pashto|pushto tk=turkmen nn=nynorsk mt=m
 lb=luxembourgish|letzeburgesch my=myanmar|burmese bo=tibetan tl=tagalog mg=malagasy as=assamese tt=tatar
 haw=hawaiian ln=lingala ha=hausa ba=bashkir jw=javanese su=sundanese yue=cantonese
 """
-"""Language codes, each with the language's names. In the name of a language, "_" stands for a space."""
+"""Language codes, each with its names; "_" stands for a space."""
 
 CODES = {
     name.replace("_", " "): code
@@ -24,6 +24,6 @@ CODES = {
 
 
 def code_of(language: str) -> str:
-    """The code of a language. `language`: its name or code, in upper or lower case."""
+    """The code of a language, given its name or code in upper or lower case."""
     words = " ".join(language.lower().split())
     return CODES.get(words, words)

@@ -1,11 +1,8 @@
 """Log-mel spectrogram, Whisper's input: the loudness of a sound in frequency bands, 100 times a second.
 
-A window of 30 s becomes 3,000 frames of 80 or 128 bands. A frame is the power spectrum of 25 ms; frames start every 10
-ms. The bands have equal width on Slaney's mel scale. The values of the spectrogram are logarithms of base 10. Values
-below the largest value minus 8 are raised to the largest value minus 8 (Radford et al., 2023).
-
-The front end computes the spectrogram, so that workers spend their CPU time on steps. The computation needs no model,
-and takes numpy 8 ms for a window of 30 s (AMD EPYC). The spectrogram has fewer bytes than the samples.
+A frame is the power spectrum of 25 ms, every 10 ms, in 80 or 128 bands of equal width on Slaney's mel scale. Values are
+logarithms of base 10, raised to at least the largest value minus 8 (Radford et al., 2023). Computing a window of 30 s
+takes 8 ms with numpy (AMD EPYC), here rather than on workers, which need their CPU time for steps.
 """
 
 from functools import cache
@@ -16,21 +13,21 @@ import numpy.typing as npt
 from scheduler_service.frontend.speech.sound import SAMPLE_RATE, Samples
 
 WINDOW = 30 * SAMPLE_RATE
-"""Number of samples of a window of 30 s."""
+"""Samples of a window of 30 s."""
 FRAME, HOP = 400, 160
-"""Number of samples of a frame, and number of samples between the starts of consecutive frames."""
+"""Samples of a frame, and between the starts of two frames."""
 NUM_FRAMES = WINDOW // HOP
 FRAMES_AT_ONCE = 500
-"""Number of frames whose spectra are computed together. For all 3,000 frames at once, numpy would take 23 MB."""
+"""Frames whose spectra are computed together. For all 3,000 at once, numpy would take 23 MB."""
 
 Matrix = npt.NDArray[np.float32]
 
 
 def log_mel(samples: Samples, num_bands: int) -> Matrix:
-    """Compute the spectrogram of a window, [num_bands, 3000] float32. Silence fills up a window with fewer samples."""
+    """The spectrogram of a window, [num_bands, 3000] float32. Silence fills up a shorter window."""
     padded = np.zeros(WINDOW + FRAME, dtype=np.float32)
     padded[FRAME // 2 : FRAME // 2 + len(samples)] = samples
-    # Mirrored samples extend both ends of the window, so that the first frame is centred on the first sample.
+    # Mirrored samples at both ends centre the first frame on the first sample.
     padded[: FRAME // 2] = padded[FRAME : FRAME // 2 : -1]
     padded[-FRAME // 2 :] = padded[-FRAME // 2 - 2 : -FRAME - 2 : -1]
     frames = np.lib.stride_tricks.sliding_window_view(padded, FRAME)[: NUM_FRAMES * HOP : HOP]
@@ -51,10 +48,8 @@ def _hann() -> Matrix:
 
 @cache
 def _bands(num_bands: int) -> Matrix:
-    """Weights of the frequencies in each band, [num_bands, FRAME / 2 + 1].
-
-    A band is a triangle from the centre of the band below to the centre of the band above, and all triangles have the
-    same area.
+    """Weights of the frequencies in each band, [num_bands, FRAME / 2 + 1]: triangles of equal area between the centres
+    of the neighbouring bands.
     """
     edges = _hertz(np.linspace(0.0, _mel(SAMPLE_RATE / 2), num_bands + 2))
     frequencies = np.linspace(0.0, SAMPLE_RATE / 2, FRAME // 2 + 1)
@@ -64,9 +59,7 @@ def _bands(num_bands: int) -> Matrix:
 
 
 _LINEAR_HERTZ, _LINEAR_MEL = 1000.0, 15.0
-"""Slaney's mel scale is linear up to this frequency, in hertz and in mel. At higher frequencies it is logarithmic: a
-factor of 6.4 is 27 mel.
-"""
+"""Slaney's mel scale is linear up to this frequency, in hertz and in mel. Above, a factor of 6.4 is 27 mel."""
 _STEP = np.log(6.4) / 27.0
 
 

@@ -1,7 +1,5 @@
-"""Checks that an Ogg file has all of its pages: libsndfile skips damaged or lost pages, and joins the other pages.
-
-The header of an Ogg page contains the number of its stream, the page's number within the stream, and a checksum (RFC
-3533).
+"""Checks that an Ogg file has all of its pages (RFC 3533): libsndfile skips damaged or lost pages, and joins the
+others.
 """
 
 import struct
@@ -9,26 +7,20 @@ import zlib
 
 _MARK = b"OggS"
 _HEAD = struct.Struct("<5xB8xII4sx")
-"""Header of an Ogg page: flags, stream, page number, checksum. The header's last byte is the number of segment lengths
-that follow the header.
-"""
+"""Header of an Ogg page: flags, stream, page number, checksum, number of segment lengths behind it."""
 _FIRST_PAGE = 2
-"""The flag of the first page of a stream."""
+"""The flag of a stream's first page."""
 _CHECKSUM = slice(22, 26)
 _MAX_PAGES = 1 << 18
-"""Largest number of pages of an Ogg file. An hour of sound has 180,000 pages of 20 ms. A malicious file of 16 MB may
-have 600,000 pages, of which Python checks one in 3 µs (AMD EPYC).
-"""
+"""Pages of a file, each checked in 3 µs (AMD EPYC). An hour has 180,000, a malicious file of 16 MB may have 600,000."""
 _MIRRORED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
-"""All byte values with reversed bits. For bytes with reversed bits, zlib's CRC computes Ogg's checksum."""
+"""Byte values with reversed bits, for which zlib's CRC computes Ogg's checksum."""
 
 
 def flaw(data: bytes) -> str | None:
     """Why libsndfile would skip a part of an Ogg file, as the end of an error sentence; None for an intact file.
 
-    Bytes outside pages, such as a title after the last page, are skipped, as in libsndfile. The last page may lack the
-    flag that marks the end of a stream, because recorders of voice messages and of live streams omit this flag. Without
-    this flag, a file that was cut off between two pages cannot be told from an intact file, and counts as intact.
+    The end-of-stream flag may be missing, because recorders of voice messages and live streams omit it.
     """
     expected: tuple[int, int] | None = None
     end = 0
@@ -36,12 +28,12 @@ def flaw(data: bytes) -> str | None:
         if (at := data.find(_MARK, end)) < 0:
             return None
         if (end := _end(data, at)) > len(data):
-            return "is cut off: its last page is not whole"
+            return "is cut off: its last page is incomplete"
         flags, stream, number, checksum = _HEAD.unpack_from(data, at)
         if _checksum(data[at:end]) != checksum:
             return f"is damaged in page {number}"
         if expected is not None and flags & _FIRST_PAGE:
-            return "has several streams, of which one would be heard; send one with a single stream"
+            return "has several streams, of which only one would be decoded; send a file with one"
         if expected is not None and expected != (stream, number):
             return f"is damaged: page {expected[1]} is missing"
         expected = stream, number + 1
@@ -49,10 +41,7 @@ def flaw(data: bytes) -> str | None:
 
 
 def _end(data: bytes, at: int) -> int:
-    """The position of the end of the page that begins at `at`.
-
-    For an incomplete page, this position is beyond the data.
-    """
+    """The end of the page that begins at `at`; beyond the data for an incomplete page."""
     lengths = at + _HEAD.size
     if lengths > len(data):
         return lengths
@@ -61,9 +50,6 @@ def _end(data: bytes, at: int) -> int:
 
 
 def _checksum(page: bytes) -> bytes:
-    """The CRC of a page whose checksum field is set to zero.
-
-    Unlike zlib's CRC, Ogg's CRC inverts neither its start value nor its result.
-    """
+    """The CRC of a page with a zero checksum; unlike zlib's, it inverts neither start value nor result."""
     mirrored = (page[: _CHECKSUM.start] + bytes(4) + page[_CHECKSUM.stop :]).translate(_MIRRORED)
     return (zlib.crc32(mirrored, 0xFFFF_FFFF) ^ 0xFFFF_FFFF).to_bytes(4, "big").translate(_MIRRORED)

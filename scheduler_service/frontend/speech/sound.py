@@ -1,10 +1,7 @@
 """Reads a sound file window by window and converts it to the model's input: one channel, 16,000 samples a second.
 
-The library libsndfile reads most formats. FFmpeg reads MP4 and WebM files (container.py).
-
-A file of a few kilobytes may claim or contain hours of sound, to exhaust the server. Against such files, the header is
-checked before any sample is decoded, and only the samples of the current window are decoded. Properties of the sound
-that the header lacks are checked during decoding.
+A small file may claim or contain hours of sound, so the header is checked before any decoding, and only the current
+window is decoded.
 """
 
 import io
@@ -24,44 +21,36 @@ if TYPE_CHECKING:
 
 SAMPLE_RATE = 16_000
 FORMATS = {"WAV": "WAV", "WAVEX": "WAV", "RF64": "WAV", "FLAC": "FLAC", "MPEG": "MP3", "MP3": "MP3", "OGG": "OGG"}
-"""Supported formats of sound files, by libsndfile's names."""
+"""Supported formats, by libsndfile's names."""
 MAX_CHANNELS = 8
 SAMPLE_RATES = (4_000, 192_000)
 _UNKNOWN_LENGTH = 0x7FFF_0000
-"""A data length in a WAV header counts as unknown from this value on: some recorders write the header before the sound,
-with a very large length.
-"""
+"""A data length in a WAV header counts as unknown from this value on: some recorders write it before the sound."""
 _UNKNOWN_FRAMES = 1 << 50
-"""A frame count from libsndfile counts as unknown from this value on: libsndfile returns such counts for a FLAC or MP3
-file without a length.
-"""
+"""A frame count from this value on is unknown, as libsndfile's for FLAC or MP3 without a length."""
 _ENDLESS_BYTES = 1 << 56
-"""File size in bytes that is reported to libsndfile for an MP3. With this size, even the lowest estimate of the length
-(384 samples for 1,728 bytes) counts as unknown, and the highest estimate fits into 63 bits.
+"""The MP3 size reported to libsndfile: its lowest estimate of the length (384 samples for 1,728 bytes) counts as
+unknown, its highest fits into 63 bits.
 """
 _MAX_LOST = 0.9
-"""A file must contain at least this share of the frames that its header states."""
+"""Share of the header's frames that a file must contain."""
 _CUT_OFF = re.compile(r"^data : (\d+) \(should be (\d+)\)", re.MULTILINE)
 _CUT_OFF_LONG = re.compile(r"frame count (\d+) does not match value from 'ds64' chunk of (\d+)")
-"""Matches libsndfile's message about an RF64 file whose data chunk states no length."""
+"""libsndfile's message about an RF64 file whose data chunk states no length."""
 
 _TAG = re.compile(rb"ID3...(....)", re.DOTALL)
-"""Matches the header of an ID3 tag before a sound. The group is the length of the rest of the tag: four bytes with
-seven bits each.
-"""
+"""The header of an ID3 tag before a sound, with the length of the rest of the tag: four bytes of seven bits."""
 _MAX_TAGS = 16
-"""Largest number of ID3 tags before a sound. A file of 16 MB with 800,000 tags and no sound took libsndfile 25 s."""
+"""Largest number of ID3 tags before a sound. 800,000 tags in 16 MB took libsndfile 25 s."""
 _MAX_NUMBERS = 1 << 19
-"""Number of samples, of all channels together, that are decoded at a time. Decoding uses three buffers of 2 MB each."""
+"""Samples, of all channels together, that are decoded at a time, in three buffers of 2 MB."""
 
 Samples = npt.NDArray[np.float32]
 
 
 class _Forwards(soundfile.SoundFile):  # type: ignore[misc]  # the library soundfile has no types
-    """A file for libsndfile that is read from beginning to end.
-
-    The file reports that it is not seekable: the library soundfile would seek after every read of a seekable file, and
-    would fail at the end of a FLAC file without a length.
+    """A file for libsndfile that is not seekable: soundfile would seek after every read, and fail at the end of a FLAC
+    file without a length.
     """
 
     def seekable(self) -> bool:
@@ -69,21 +58,19 @@ class _Forwards(soundfile.SoundFile):  # type: ignore[misc]  # the library sound
 
     @property
     def frames(self) -> int | None:
-        """Number of samples of each channel according to the file's header; None if the header states no length."""
+        """Samples of each channel according to the header; None if it states no length."""
         return None if super().frames >= _UNKNOWN_FRAMES else int(super().frames)
 
     def read(self, length: int) -> Samples:
-        """Read the next `length` samples, or all that remain in the file: [num_samples, num_channels]."""
+        """The next `length` samples, or the remaining ones: [num_samples, num_channels]."""
         return super().read(length, dtype="float32", always_2d=True)  # type: ignore[no-any-return]
 
 
 class _Endless(io.BytesIO):
     """An MP3 file that reports a much larger size than its real size.
 
-    If an MP3's header states no length, libsndfile estimates the length from the file's size and the first frame's
-    bitrate, and reads no samples after the estimated length. For an MP3 of varying bitrate, the estimate was less than
-    half of the real length. If the reported size is very large, libsndfile reads to the real end of the file, and
-    returns an error if the file ends inside a frame.
+    Without a length in the header, libsndfile estimates it from the size and the first frame's bitrate, and reads no
+    further: less than half of an MP3 of varying bitrate.
     """
 
     _is_at_end = False
@@ -98,10 +85,7 @@ class _Endless(io.BytesIO):
 
 
 class Sound:
-    """An opened sound file.
-
-    Reading takes milliseconds, so read it on a thread. Only one thread may use it at a time.
-    """
+    """An opened sound file. Read it on a thread, because reading takes milliseconds, and on one thread at a time."""
 
     def __init__(self, data: bytes, max_seconds: float) -> None:
         """Open a file and check its header. Raises SoundError."""
@@ -117,8 +101,8 @@ class Sound:
         if file.frames is not None:
             self._check_seconds(file.frames / file.samplerate)
         self._resampler = soxr.ResampleStream(file.samplerate, SAMPLE_RATE, 1, dtype="float32")
-        # A block of samples lasts one second in most sounds. `_num_read` counts samples at the file's sample rate.
-        # `_start` is the position of the first sample of `_kept`, at the model's sample rate.
+        # A block lasts one second in most sounds. `_num_read`: samples at the file's rate. `_start`: position of the
+        # first sample of `_kept`, at the model's rate.
         self._block = min(file.samplerate, _MAX_NUMBERS // file.channels)
         self._num_read = 0
         self._start = 0
@@ -127,14 +111,13 @@ class Sound:
 
     @property
     def seconds(self) -> float:
-        """Seconds of sound read so far. After the last window, `seconds` is the sound's full length."""
+        """Seconds of sound read so far; after the last window, the full length."""
         return self._num_read / float(self._file.samplerate)
 
     def window(self, start: int, length: int) -> Samples:
-        """The `length` samples from position `start` on, or the remaining samples at the end of the file.
+        """The `length` samples from position `start` on, or fewer at the end of the file.
 
-        Windows may overlap, but a window may not start before the start of the previous window. Raises SoundError if
-        the rest of the file is unreadable or too long.
+        Windows may overlap, but not start before the previous one. Raises SoundError.
         """
         assert start >= self._start
         while len(self._kept) < start + length - self._start and not self._is_over:
@@ -157,8 +140,8 @@ class Sound:
         frames = self._file.frames
         if self._is_over and frames is not None and self._num_read < _MAX_LOST * frames:
             said = frames / self._file.samplerate
-            raise SoundError(f"data is cut off: its head says {said:.1f} s, and there are {self.seconds:.1f}")
-        # In a file with float samples, values outside [-1, 1] are clipped, and NaN becomes silence.
+            raise SoundError(f"data is cut off: its header says {said:.1f} s, and there are {self.seconds:.1f}")
+        # Float samples outside [-1, 1] are clipped, and NaN becomes silence.
         mono = np.ascontiguousarray(np.clip(np.nan_to_num(block), -1.0, 1.0).mean(axis=1))
         self._kept = np.concatenate((self._kept, self._resampler.resample_chunk(mono, last=self._is_over)))
 
@@ -168,27 +151,22 @@ class Sound:
 
 
 def _demuxer(data: bytes) -> str | None:
-    """The name of FFmpeg's demuxer for a file, found by the file's first bytes.
-
-    None for a file that is neither MP4 nor WebM.
-    """
+    """FFmpeg's demuxer for a file, by its first bytes; None if it is neither MP4 nor WebM."""
     if data[4:8] == b"ftyp":
         return "mp4"
     return "matroska" if data.startswith(b"\x1a\x45\xdf\xa3") else None
 
 
 def _open(data: bytes) -> "_Forwards | Container":
-    """Open a sound file and check its header. Raises SoundError."""
     if (demuxer := _demuxer(data)) is not None:
-        # Imported only when needed, because FFmpeg's libraries take 17 MiB of memory and 0.1 s to load.
+        # FFmpeg's libraries take 17 MiB of memory and 0.1 s to load.
         from scheduler_service.frontend.speech.container import Container
 
         return Container(data, demuxer)
     _check_tags(data)
     try:
         file = _Forwards(io.BytesIO(data))
-        # Only an MP3 is opened again with `_Endless`: for a WAV file, libsndfile would search for the end of the header
-        # forever.
+        # For a WAV file with `_Endless`, libsndfile would search for the end of the header forever.
         if FORMATS.get(file.format) == "MP3":
             file = _Forwards(_Endless(data))
     except soundfile.LibsndfileError as error:
@@ -200,7 +178,6 @@ def _open(data: bytes) -> "_Forwards | Container":
 
 
 def _check_tags(data: bytes) -> None:
-    """Raises SoundError if a file begins with more ID3 tags than real files have."""
     at = 0
     for _ in range(_MAX_TAGS + 1):
         if (tag := _TAG.match(data, at)) is None:
@@ -210,13 +187,10 @@ def _check_tags(data: bytes) -> None:
 
 
 def _check_whole(data: bytes, kind: str, log: str) -> None:
-    """Raises SoundError if a file is cut off or damaged, or if libsndfile would decode only a part of the file.
-
-    `log`: libsndfile's messages about the file.
-    """
+    """Raises SoundError if libsndfile (messages: `log`) would decode only a part of a file, or if it is damaged."""
     if kind == "OGG" and (flaw := ogg.flaw(data)) is not None:
         raise SoundError(f"data {flaw}")
     if (cut := _CUT_OFF.search(log)) and int(cut[1]) < _UNKNOWN_LENGTH:
-        raise SoundError(f"data is cut off: its head says {cut[1]} bytes of samples, and there are {cut[2]}")
+        raise SoundError(f"data is cut off: its header says {cut[1]} bytes of samples, and there are {cut[2]}")
     if (cut := _CUT_OFF_LONG.search(log)) and int(cut[1]) < int(cut[2]) < _UNKNOWN_FRAMES:
-        raise SoundError(f"data is cut off: its head says {cut[2]} samples, and there are {cut[1]}")
+        raise SoundError(f"data is cut off: its header says {cut[2]} samples, and there are {cut[1]}")

@@ -17,10 +17,8 @@ SECONDS_PER_TIMESTAMP = 0.02
 class SpeechTokens:
     """The control tokens of a speech model.
 
-    `start`: the token with which every output of the decoder starts.
-    `languages`: token ids by language code; empty for a model that knows only one language.
-    `tasks`: token ids by name of the task (such as transcribe); empty for a model that knows only one language.
-    `language`: code of the default language; "" means that the model detects the language of each sound.
+    `languages`, `tasks`: token ids by code and by name; empty for a model of one language.
+    `language`: code of the default language; "" means that the model detects it.
     `aligns`: whether the model has alignment heads, from which workers compute the times of words.
     """
 
@@ -33,12 +31,7 @@ class SpeechTokens:
 
     @classmethod
     def read(cls, generation: GenerationConfig, start: int, end: int) -> Self | None:
-        """Read the control tokens; None if generation_config.json defines no timestamps.
-
-        Raises StartError for invalid values.
-
-        `start`, `end`: the tokens with which outputs of the decoder start and end.
-        """
+        """The control tokens; None without timestamps in the file. Raises StartError for invalid values."""
         keys, most = generation.keys, generation.vocabulary_size
         silent = keys.get("no_timestamps_token_id")
         if silent is None:
@@ -67,12 +60,11 @@ class SpeechTokens:
         return (*before, self.start, self.languages[language], *((self.tasks[task],) if task in self.tasks else ()))
 
     def plain_prompt(self, language: str, task: str) -> tuple[int, ...]:
-        """The decoder's prompt for a transcript without timestamps."""
         return (*self.prompt(language, task), self.transcript.first_timestamp - 1)
 
 
 def _language(generation: GenerationConfig, languages: Mapping[str, int], tasks: Mapping[str, int], silent: int) -> str:
-    """The code of the default language in generation_config.json. Older files store the language as a forced token."""
+    """The code of the default language, which older files store as a forced token."""
     named = generation.keys.get("language", "")
     forced = [token for _, token in generation.keys.get("forced_decoder_ids", []) if token is not None]
     codes = {token: code for code, token in languages.items()}

@@ -1,7 +1,4 @@
-"""Converts the tokens of a window of sound to segments of text with times.
-
-A segment is returned when it is complete.
-"""
+"""Converts the tokens of a window of sound to segments of text with times, each when it is complete."""
 
 from dataclasses import dataclass
 
@@ -11,7 +8,7 @@ from scheduler_service.frontend.speech.speech_tokens import SECONDS_PER_TIMESTAM
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A piece of the transcript with its start and end, in seconds from the beginning of the window."""
+    """A piece of the transcript. Start and end are in seconds from the window's beginning."""
 
     start: float
     end: float
@@ -22,9 +19,8 @@ class Segment:
 class Transcript:
     """The transcript of a window of `seconds` seconds of sound. Call `gain` for each token, then `rest` and `next`.
 
-    A timestamp token precedes and follows the text of each segment. If the last segment of a window has no end time,
-    its speech continues in the next window. The next window then begins at the end of the last complete segment, as in
-    Whisper's own code.
+    A timestamp token precedes and follows each segment. If the last has no end, its speech continues in the next
+    window, which begins at the end of the last complete segment, as in Whisper's own code.
     """
 
     def __init__(self, params: TranscriptParams, seconds: float) -> None:
@@ -32,13 +28,13 @@ class Transcript:
         self._seconds = seconds
         self._begin: float | None = None
         self._token_ids: list[int] = []
-        # `_logprobs`: log-probabilities of `_token_ids`, if the caller passes them. `_end`: end of the last complete
-        # segment, in seconds.
+        # `_logprobs`: log-probabilities of `_token_ids`, if known. `_end`: end of the last complete segment, in
+        # seconds.
         self._logprobs: list[float] = []
         self._end = 0.0
 
     def gain(self, token_id: int, logprob: float | None = None) -> Segment | None:
-        """Add a token. Returns the segment that the token completes, or None."""
+        """Add a token. Returns the segment that it completes, or None."""
         if token_id < self._params.num_text_tokens:
             self._token_ids.append(token_id)
             if logprob is not None:
@@ -59,19 +55,13 @@ class Transcript:
 
     @property
     def rest(self) -> Segment | None:
-        """The segment without an end time, if it is the window's only segment.
-
-        The end of the window is taken as the end of this segment.
-        """
+        """The segment without an end time, if it is the window's only segment. It then ends with the window."""
         if self._end or not self._token_ids:
             return None
         return self._segment(self._seconds)
 
     @property
     def next(self) -> float:
-        """The start of the next window, in seconds from the beginning of this window.
-
-        If no text follows the last complete segment, the rest of the window is silence and is skipped.
-        """
+        """The start of the next window, in seconds from this window's beginning; final silence is skipped."""
         goes_on = self._end and (self._token_ids or self._begin is not None)
         return self._end if goes_on else self._seconds

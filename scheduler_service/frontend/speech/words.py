@@ -1,8 +1,7 @@
-"""Computes the words of a segment with their times, from the times of the segment's tokens.
+"""Computes the words of a segment with their times, from the times of its tokens.
 
-A word of a transcript begins at a space. In languages without spaces, each character is a word. As in Whisper's own
-code, punctuation marks get no times of their own: an opening quotation mark or bracket belongs to the next word, and
-other punctuation belongs to the previous word.
+A word begins at a space or, in languages without spaces, at each character. As in Whisper's own code, an opening mark
+belongs to the next word, other punctuation to the previous word.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,11 +14,11 @@ WITHOUT_SPACES = frozenset(("zh", "ja", "th", "lo", "my", "yue"))
 _OPENING = frozenset("\"'“¿([{-")
 _CLOSING = frozenset("\"'.。,，!！?？:：”)]}、")  # noqa: RUF001 (marks of Chinese and Japanese)
 _APART = frozenset("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
-"""Punctuation marks that end the previous word if a token consists of one such mark."""
+"""Punctuation that ends the previous word if a token consists of one such mark."""
 
 
 class Word(NamedTuple):
-    """A word with its start and end, in seconds from the beginning of the window."""
+    """A word with its start and end, in seconds from the window's beginning."""
 
     text: str
     start: float
@@ -27,10 +26,10 @@ class Word(NamedTuple):
 
 
 def timed_words(segment: Segment, times: Sequence[float], language: str, prefixes: Sequence[str]) -> list[Word]:
-    """The words of a segment, with times. Joined, the texts of the words are the segment's text.
+    """The words of a segment, whose texts joined are the segment's text.
 
-    `times`: the start of each token of the segment and of the token after the segment, in ascending order.
-    `prefixes`: the segment's text up to and including each token.
+    `times`: the start of each token of the segment and of the next token, in ascending order. `prefixes`: the text up
+    to and including each token.
     """
     pieces = [*_characters(prefixes)]
     if language not in WITHOUT_SPACES:
@@ -45,14 +44,10 @@ def timed_words(segment: Segment, times: Sequence[float], language: str, prefixe
 
 
 def _characters(prefixes: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """The smallest groups of tokens that form whole characters.
-
-    Each group is returned as its text and its number of tokens.
-    """
+    """The smallest groups of tokens that form whole characters: text and number of tokens."""
     whole, length, num_taken = prefixes[-1], 0, 0
     for num_tokens, text in enumerate(prefixes, 1):
-        # A prefix that ends inside a character has a replacement character at its end, so the whole text does not start
-        # with it.
+        # A prefix that ends inside a character ends with a replacement character, so the text does not start with it.
         if len(text) > length and whole.startswith(text):
             yield text[length:], num_tokens - num_taken
             length, num_taken = len(text), num_tokens
@@ -69,7 +64,7 @@ def _joined_at_spaces(pieces: Sequence[tuple[str, int]]) -> list[tuple[str, int]
 
 
 def _with_opening(words: Sequence[Word]) -> list[Word]:
-    """Join an opening quotation mark or bracket that follows a space to the next word."""
+    """Join an opening mark that follows a space to the next word."""
     found: list[Word] = []
     for word in reversed(words):
         if found and word.text.startswith(" ") and word.text.strip() in _OPENING:
@@ -80,7 +75,7 @@ def _with_opening(words: Sequence[Word]) -> list[Word]:
 
 
 def _with_closing(words: Sequence[Word]) -> list[Word]:
-    """Join closing punctuation marks to the previous word."""
+    """Join closing marks to the previous word."""
     found: list[Word] = []
     for word in words:
         if found and word.text in _CLOSING and not found[-1].text.endswith(" "):

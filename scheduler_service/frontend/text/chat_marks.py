@@ -1,8 +1,7 @@
-"""Keeps special tokens in users' messages apart from special tokens of the chat template.
+"""Keeps special tokens in users' messages apart from those of the chat template.
 
-Before the chat template runs, each special token in a message is replaced by a mark: a random string that no message
-contains. After rendering, the special token behind each mark is encoded as plain text. A mark contains the number of
-its special token, because a template may move, repeat and drop messages.
+Before the template runs, each special token in a message is replaced by a mark: a random string with the token's
+number. After rendering, the special token behind each mark is encoded as plain text.
 """
 
 import secrets
@@ -15,7 +14,7 @@ _END = "\ue001"
 
 
 class ChatMarks:
-    """The marks that replace special tokens in one chat. The messages may contain at most `most` special tokens."""
+    """The marks of one chat, whose messages may contain at most `most` special tokens."""
 
     def __init__(self, special: WordFinder, most: int) -> None:
         self._special, self._most = special, most
@@ -25,16 +24,15 @@ class ChatMarks:
 
     @property
     def words(self) -> list[str]:
-        """The special tokens that marks have replaced, in the order of the numbers in the marks."""
+        """The replaced special tokens, in the order of the numbers in the marks."""
         return list(self._marks)
 
     @property
     def longest(self) -> int:
-        """Length of the longest mark in characters; 0 if the chat has no marks."""
+        """Characters of the longest mark; 0 without marks."""
         return max(map(len, self._marks.values()), default=0)
 
     def hide(self, text: str) -> str:
-        """Replace the special tokens in a message by marks. Raises TooManyTokensError."""
         parts: list[str] = []
         for before, word in self._special.find(text):
             parts.append(before)
@@ -46,16 +44,14 @@ class ChatMarks:
         return "".join(parts)
 
     def show(self, text: str) -> str:
-        """Replace the marks in a text by their special tokens."""
         for word, mark in self._marks.items():
             text = text.replace(mark, word)
         return text
 
     def pieces(self, text: str) -> Iterator[tuple[str, int | None]]:
-        """Cut a rendered chat at its marks, into pairs of a piece of text and the number of the mark behind it.
+        """Cut a rendered chat at its marks: pairs of a piece of text and the number of the mark behind it, or None.
 
-        The number of the last pair is None. `pieces` is a generator, because creating and freeing 100,000 strings at
-        once takes long. Raises TemplateError.
+        Creating and freeing 100,000 strings at once would take long. Raises TemplateError.
         """
         start = 0
         while (found := text.find(self._begin, start)) >= 0:

@@ -1,8 +1,7 @@
 """Renders chats with the model's chat template, in processes with limits of time and memory (template_renderer.py).
 
-A chat template is a program by the model's author, and may loop over clients' messages. The limits of time and memory
-grow with the size of the messages, so a template of linear cost never comes near its limits. The tokenizer's threads
-never wait for the rendering of a template.
+A chat template may loop over clients' messages. The limits grow with the messages, so a template of linear cost stays
+far below them.
 """
 
 import marshal
@@ -20,34 +19,25 @@ NUM_RENDERERS = 2
 MAX_REASON = 1000
 """Largest number of characters of a template's error message."""
 SECONDS, MAX_SECONDS = 0.3, 10.0
-"""CPU seconds: the basic limit for rendering one chat, and the largest limit after the following additions."""
+"""CPU seconds for rendering one chat: the basic limit, and the largest limit after the additions below."""
 SECONDS_OF_TEMPLATE = 3e-5
-"""CPU seconds added to the limit for each character of the template. A new rendering process compiles the template at
-2.9 µs a character.
-"""
+"""CPU seconds added for each character of the template. A new process compiles at 2.9 µs a character."""
 SECONDS_OF_MESSAGE = 2e-4
-"""CPU seconds added to the limit for each message. The templates of SmolLM2, TinyLlama and Qwen2.5 take 2.2 to 3.9 µs a
-message.
-"""
+"""CPU seconds added for each message. SmolLM2, TinyLlama and Qwen2.5 take 2.2 to 3.9 µs a message."""
 SECONDS_OF_BYTE = 2e-7
-"""CPU seconds added to the limit for each byte of the messages. A template's loop over characters takes 0.1 µs a
-character.
-"""
+"""CPU seconds added for each byte of the messages. A template's loop over characters takes 0.1 µs a character."""
 MEMORY, MAX_MEMORY = 128 << 20, 1 << 30
-"""Bytes of data: the basic limit of a rendering process, and the largest limit after the addition of `MEMORY_OF_BYTE`.
-A rendering process starts with 12 MiB of data. Compiling takes 140 bytes for each character of the template.
+"""Data bytes of a rendering process: the basic limit, and the largest limit with `MEMORY_OF_BYTE`. A process starts
+with 12 MiB. Compiling takes 140 bytes for each character of the template.
 """
 MEMORY_OF_BYTE = 48
-"""Bytes of memory added to the limit for each byte of the messages. If a message has one character outside the BMP,
-Python stores the whole message with 4 bytes a character. Each filter and each `+` of a template copies the message.
+"""Data bytes added for each byte of the messages. Python may store 4 bytes a character, and each filter and each `+`
+copies a message.
 """
 
 
 class ChatRenderer:
-    """Renders chats with the chat template of the model's file `file`.
-
-    `variables`: the texts of special tokens that the template may use, by name (such as `bos_token`).
-    """
+    """`variables`: the texts of special tokens that the template may use, by name (such as `bos_token`)."""
 
     def __init__(self, source: str, file: str, variables: Mapping[str, str]) -> None:
         self.source, self.variables = source, variables
@@ -63,8 +53,7 @@ class ChatRenderer:
     ) -> str:
         """Render a chat up to the assistant's turn, with marks (chat_marks.py) in place of special tokens.
 
-        Raises TemplateError and RequestError, and TooManyTokensError if the text is longer than `most` tokens of
-        `longest` characters each.
+        Raises TemplateError, RequestError, and TooManyTokensError above `most` tokens of `longest` characters each.
         """
         processes = self._aside if aside else self._of_prompts
         return await processes.run(lambda process: self._render(process, messages, marks, most, longest))
@@ -78,7 +67,7 @@ class ChatRenderer:
         longest: int,
     ) -> str:
         hidden = [{**message, "content": marks.hide(message["content"])} for message in messages]
-        # For 1 MB of messages, JSON would hold the GIL for 3 ms; marshal holds the GIL for 0.04 ms.
+        # For 1 MB of messages, JSON would hold the GIL for 3 ms, marshal for 0.04 ms.
         message = marshal.dumps((hidden, most * max(longest, marks.longest)))
         del hidden
         limits = self._limits(len(messages), len(message))
@@ -87,13 +76,13 @@ class ChatRenderer:
         except LimitError as limit:
             reason = f"{limit} to render"
             log.error(
-                "the model's chat template takes too much",
+                "the model's chat template exceeds a limit",
                 file=self._file,
                 reason=reason,
                 messages=len(messages),
                 bytes=len(message),
             )
-            raise TemplateError(f"the model's chat template cannot be followed for these messages: {reason}") from None
+            raise TemplateError(f"the model's chat template cannot render these messages: {reason}") from None
         kind, text = reply[:1], reply[1:].decode()
         if kind == TEXT:
             return text

@@ -1,7 +1,6 @@
 """A model's chat template: Jinja in a sandbox, with the functions that transformers gives to templates.
 
-A chat template comes with the model and is not trusted. The sandbox prevents a template from changing its input and
-from accessing Python. The template runs in a process with limits of time and memory (template_renderer.py).
+The template is not trusted: the sandbox prevents it from changing its input and from accessing Python.
 """
 
 import json
@@ -30,10 +29,7 @@ class ChatTemplate:
         self._variables = variables
 
     def render(self, messages: Sequence[Mapping[str, Any]], most: int) -> str:
-        """Render a conversation as text, up to the assistant's turn.
-
-        Raises TemplateError, MemoryError, RecursionError, and TooManyTokensError if the text exceeds `most` characters.
-        """
+        """Raises TemplateError, MemoryError, RecursionError, and TooManyTokensError above `most` characters."""
         values = {**self._variables, "messages": messages, "tools": None, "documents": None}
         pieces: list[str] = []
         num_characters = 0
@@ -65,10 +61,7 @@ class ChatTemplate:
 
 
 class _Generation(Extension):
-    """The tag `{% generation %}` … `{% endgeneration %}`, which marks the assistant's text for training.
-
-    Rendering keeps the text inside the tag `generation`.
-    """
+    """The tag `{% generation %}` … `{% endgeneration %}` around the assistant's text, which is kept."""
 
     tags = {"generation"}  # noqa: RUF012  # the base class declares `tags` in this way
 
@@ -82,7 +75,7 @@ class _Generation(Extension):
 
 
 class _Dict:
-    """Creates dictionaries like the class `dict`, but hides the attributes of `dict` from templates."""
+    """Creates dictionaries like `dict`, but hides its attributes from templates."""
 
     def __call__(self, *args: Any, **items: Any) -> dict[Any, Any]:
         return dict(*args, **items)
@@ -108,7 +101,7 @@ class _Namespace(Namespace):
 
 def _check_attribute(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace has no attribute {name!r}: names begin with no underscore")
+        raise SecurityError(f"a namespace has no attribute {name!r}: names may not begin with an underscore")
 
 
 def _raise_exception(message: str) -> None:
@@ -126,5 +119,5 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Convert a value to JSON without HTML escapes, which Jinja's own filter `tojson` would add."""
+    """Convert a value to JSON without the HTML escapes of Jinja's own filter `tojson`."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

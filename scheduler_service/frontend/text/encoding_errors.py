@@ -1,9 +1,7 @@
 """Errors of encoding a text or a chat: exceptions, and the first byte of each answer of a rendering process."""
 
 TEXT, REFUSED, TOO_MANY = b"t", b"r", b"m"
-"""The first byte of a rendering process's answer. The rendered text follows `TEXT`, the reason of a refusal follows
-`REFUSED`, and no data follows `TOO_MANY`.
-"""
+"""The first byte of a rendering process's answer. `TEXT` precedes the rendered text, `REFUSED` the reason."""
 
 
 class TooManyTokensError(ValueError):

@@ -1,8 +1,6 @@
 """The text of one output: its decoded tokens, in whole characters, up to the first stop string.
 
-The text that the client receives depends only on the tokens, so a scheduler can continue the output of another
-scheduler from its tokens. Decoding the tokens of an output again also restores an incomplete character, or an
-incomplete stop string, at the end of the text.
+The text depends only on the tokens, so a scheduler can continue another scheduler's output.
 """
 
 from bisect import bisect_left
@@ -12,8 +10,6 @@ from scheduler_service.frontend.text.tokenization import Detokenizer, Tokenizer
 
 
 class StopChecker:
-    """Returns the text of an output up to the first stop string."""
-
     def __init__(self, stop_strings: Sequence[str], *, include_stop: bool) -> None:
         self._stops = sorted(stop_strings)
         self._include_stop = include_stop
@@ -21,10 +17,8 @@ class StopChecker:
         self._held = ""
 
     def step(self, text: str) -> tuple[str, str | None]:
-        """Add new text. Returns the text that may be sent, and the stop string if the text contains one.
-
-        The stop string with the earliest start ends the output. Of several stop strings with the same start, the
-        longest counts.
+        """Returns the text that may be sent, and a stop string: the earliest in the text, at the same start the
+        longest.
         """
         if not self._stops:
             return text, None
@@ -39,17 +33,15 @@ class StopChecker:
         return text[: len(text) - held], None
 
     def flush(self) -> str:
-        """The held-back text. Call `flush` when an output ends without a stop string."""
+        """The held-back text of an output that ends without a stop string."""
         held, self._held = self._held, ""
         return held
 
     def _length_to_hold(self, text: str) -> int:
         """Length of the longest suffix of the text that is a prefix of a stop string.
 
-        Each suffix of the text needs only one binary search in the sorted list of stop strings, because all strings
-        with a given prefix directly follow the place of the prefix. For 128 characters and 16 long stop strings, the
-        binary searches take 27 µs; a search without the sorted list takes 220 µs. The search must be fast, because a
-        step may bring tokens for 128 outputs of one request.
+        Binary searches in the sorted stop strings take 27 µs for 128 characters and 16 stop strings, a plain search 220
+        µs.
         """
         for length in range(min(len(text), self._longest - 1), 0, -1):
             end = text[-length:]
@@ -79,10 +71,7 @@ class OutputText:
         self._num_unchecked = min_tokens
 
     def step(self, token_id: int | None) -> tuple[str, str | None]:
-        """Add a token; None means a token without text.
-
-        Returns the new text, and the stop string if one ends the output.
-        """
+        """Add a token; None for a token without text. Returns the new text, and a stop string that ends the output."""
         text = "" if token_id is None or self._detokenizer is None else self._detokenizer.step(token_id)
         if self._num_unchecked:  # stop strings have no effect in the first `min_tokens` tokens
             self._num_unchecked -= 1
@@ -90,10 +79,7 @@ class OutputText:
         return self._stops.step(text)
 
     def replay(self, token_ids: Sequence[int]) -> str | None:
-        """Add tokens whose text another scheduler has already sent to the client.
-
-        Returns the stop string at which the output should have ended; None if the tokens contain no stop string.
-        """
+        """Add tokens whose text the client already has. Returns a stop string that should have ended the output."""
         for token_id in token_ids:
             _, stop = self.step(token_id)
             if stop is not None:
@@ -108,5 +94,5 @@ class OutputText:
             yield text + self.flush() if position == last else text
 
     def flush(self) -> str:
-        """The held-back text. Call `flush` when an output ends without a stop string."""
+        """The held-back text of an output that ends without a stop string."""
         return self._stops.flush()

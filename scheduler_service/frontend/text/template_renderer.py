@@ -1,10 +1,7 @@
-"""The process that renders chats.
+"""The process that renders chats, with the chat template that the front end sends first (chat_renderer.py).
 
-The front end starts this process and first sends the chat template (chat_renderer.py).
-
-A malicious template can take hours and all memory even while Jinja compiles it, because the compiler computes constant
-expressions. For this reason, a rendering process compiles the template together with its first chat, within the limits
-of this chat.
+A malicious template can take hours and all memory even while Jinja compiles it, so it is compiled within the limits of
+its first chat.
 """
 
 import marshal
@@ -14,20 +11,13 @@ from scheduler_service.frontend.text.chat_template import ChatTemplate
 from scheduler_service.frontend.text.encoding_errors import REFUSED, TEXT, TOO_MANY, TemplateError, TooManyTokensError
 
 MAX_KEPT = 64 << 20
-"""Bytes of resident memory of the rendering process, which starts with 21 MiB. If the process exceeds `MAX_KEPT`, for
-example by a chat of 10 MB, it exits after the current chat.
-"""
+"""Resident bytes above which the process, which starts with 21 MiB, exits after the current chat."""
 MAX_REASON = 64 << 10
-"""Largest number of characters of an error message to the front end. The front end first replaces marks in the message
-by their special tokens, and then shortens the message further.
-"""
+"""Largest number of characters of an error message, before the front end replaces its marks and shortens it further."""
 
 
 def answer(template: ChatTemplate, message: bytes) -> bytes:
-    """Render a chat.
-
-    `message` contains the chat's messages and the largest number of characters of the rendered text.
-    """
+    """Render a chat. `message`: the chat's messages, and the largest number of characters of the rendered text."""
     messages, most = marshal.loads(message)  # noqa: S302  # bytes from the front end are trusted
     try:
         return TEXT + template.render(messages, most).encode()

@@ -1,10 +1,9 @@
 """Converts text to token ids and back, with the model's tokenizer.
 
 Special tokens in a user's text are encoded as ordinary characters, so that a message cannot end its chat turn. Encoding
-runs on threads, through the batch calls of the tokenizers library: for 630,000 characters, a batch call holds the GIL
-for 6 ms, and a call for a single text holds it for 239 ms. Decoding a token takes 1.3 µs and runs on the event loop.
-All other work that holds the GIL is cut into slices, because a thread that runs Python releases the GIL only every 5
-ms.
+runs on threads, through batch calls: for 630,000 characters, a batch call holds the GIL for 6 ms, a call for a single
+text for 239 ms. Decoding a token takes 1.3 µs and runs on the event loop. Other work is cut into slices, because Python
+code releases the GIL only every 5 ms.
 """
 
 import asyncio
@@ -26,25 +25,23 @@ from scheduler_service.frontend.text.encoding_errors import TooManyTokensError
 from scheduler_service.frontend.text.tokenizer_loading import load_tokenizer
 from scheduler_service.frontend.text.word_finder import WordFinder
 
-# Number of prompt tokens with which a detokenizer starts, because some tokenizers drop a space at the start of a text.
+# Prompt tokens with which a detokenizer starts, because some tokenizers drop a space at the start of a text.
 NUM_CONTEXT_TOKENS = 6
-# Number of tokens at the prompt's end among which a detokenizer looks for tokens that have a text.
+# Tokens at the prompt's end among which a detokenizer looks for tokens with a text.
 MAX_SEARCHED_TOKENS = 256
-# Number of tokens that may wait for a complete character. A character has at most four tokens, so a longer run of
-# tokens without a character consists of invalid bytes.
+# Tokens that may wait for a complete character. A character has at most four; a longer run is invalid bytes.
 MAX_PENDING_TOKENS = 8
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-# Each call encodes on one thread of `Tokenizer`. The library's parallel mode would make all calls wait for one shared
-# pool of threads.
+# Each call encodes on one thread. In the library's parallel mode, all calls would wait for one shared pool.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 T = TypeVar("T")
 
 
-# Number of characters in one call into C or Rust that may hold the GIL: 4,096 characters take 1 to 2 ms. A character
-# has at most four tokens, or 33 tokens if NFKC normalization expands the character.
+# Characters in one call into C or Rust that may hold the GIL: 1 to 2 ms. A character has at most four tokens, or 33 if
+# NFKC normalization expands the character.
 CHARACTERS_AT_ONCE = 1 << 12
 PIECES_AT_ONCE = 256
 
@@ -56,27 +53,21 @@ class PanicError(RuntimeError):
 
 
 def without_panic(function: Callable[[], T]) -> T:
-    """Call a Rust function. Raises PanicError if the function panics. The library's exception for a panic is not a
-    subclass of `Exception`, so code that catches `Exception` would miss a panic."""
+    """Call a Rust function. Raises PanicError instead of the library's panic, which is not an `Exception`."""
     try:
         return function()
     except BaseException as error:
         if type(error).__name__ == "PanicException":  # the class PanicException cannot be imported
-            raise PanicError(f"the tokenizer's library has failed inside: {error}") from None
+            raise PanicError(f"the tokenizers library has failed: {error}") from None
         raise
 
 
 Text = str | tuple[str, str]
-"""A text, or a pair of texts."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextItem:
-    """The tokens of a text or of a pair of texts.
-
-    `num_first_tokens`: number of tokens of a pair's first text; 0 if the model does not distinguish the two texts.
-    `largest_id`: the largest id in `token_ids`; 0 if the text has no tokens.
-    """
+    """The tokens of a text or a pair of texts. `num_first_tokens`: 0 if the model does not distinguish the two."""
 
     token_ids: "array[int]"
     largest_id: int
@@ -84,10 +75,7 @@ class TextItem:
 
 
 class Tokenizer:
-    """Encodes prompts on threads and creates incremental detokenizers.
-
-    A call with `aside` runs on a separate thread, so that it does not delay the encoding of prompts.
-    """
+    """Encodes prompts on threads, those with `aside` on a separate one, and creates incremental detokenizers."""
 
     def __init__(self, directory: Path) -> None:
         files = load_tokenizer(directory)
@@ -115,46 +103,39 @@ class Tokenizer:
     async def encode(
         self, text: str, *, most: int = MAX_TOKENS, parse_special_tokens: bool = False, aside: bool = False
     ) -> list[int]:
-        """Token ids of a text, with the prefix (such as a beginning-of-sequence token) that the model expects. Raises
-        TooManyTokensError if the text clearly has more than `most` tokens."""
+        """Token ids of a text, with the model's prefix. Raises TooManyTokensError if there are clearly too many."""
         tokenizer = self._parsing if parse_special_tokens else self._plain
         return await self._on_thread(lambda: _encode(tokenizer, text, most, add_special_tokens=True), aside=aside)
 
     async def encode_texts(self, texts: Sequence[Text], *, most: int, truncate: bool = False) -> list[TextItem]:
-        """Token ids of texts, or of pairs of texts, with the special tokens that the model expects.
+        """Token ids of texts or pairs, each of at most `most` tokens, with the special tokens that the model expects.
 
-        A text, or a pair together, may have at most `most` tokens. With `truncate`, a longer text is cut; of a longer
-        pair, only the second text is cut. Without `truncate`, a longer text raises TooManyTokensError with the text's
-        index.
+        With `truncate`, a longer text or the second text of a pair is cut; otherwise TooManyTokensError has its index.
         """
         return await self._on_thread(lambda: [self._encode_text(*item, most, truncate) for item in enumerate(texts)])
 
     async def encode_chat(
         self, messages: Sequence[dict[str, str]], *, most: int = MAX_TOKENS, aside: bool = False
     ) -> list[int]:
-        """Token ids of a conversation up to the assistant's turn. Raises TemplateError, TooManyTokensError or
-        RequestError."""
+        """Token ids up to the assistant's turn. Raises TemplateError, TooManyTokensError or RequestError."""
         assert self._chats is not None
         marks = ChatMarks(self._special, most)
         text = await self._chats.render(messages, marks, most, self.longest_token, aside=aside)
         return await self._on_thread(lambda: self._encode_chat(text, marks, most), aside=aside)
 
     async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Token ids of each word, both for the word at the start of a text and for the word after a space."""
+        """Token ids of each word, both at the start of a text and after a space."""
         return await self._on_thread(lambda: self._encode_words(words))
 
     async def encode_alone(self, text: str) -> list[int]:
-        """Token ids of a text, without the special tokens that the model expects before and behind a text."""
+        """Token ids of a text without special tokens around it."""
         return await self._on_thread(lambda: _encode(self._plain, text, len(text.encode())))
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token; None if the vocabulary does not contain the token."""
         found: int | None = self._parsing.token_to_id(token)
         return found
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Decode tokens to text on the side thread, which encodes no prompts."""
-
         def decode() -> str:
             (text,) = self._parsing.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
             return str(text)
@@ -162,8 +143,7 @@ class Tokenizer:
         return await self._on_thread(decode, aside=True)
 
     async def decode_prefixes(self, token_ids: Sequence[int]) -> list[str]:
-        """Decode each prefix of the tokens, without special tokens. The cost grows with the square of the number of
-        tokens, so pass at most a few hundred tokens."""
+        """Decode each prefix of the tokens, without special tokens. The cost is quadratic."""
 
         def decode() -> list[str]:
             prefixes = [list(token_ids[:stop]) for stop in range(1, len(token_ids) + 1)]
@@ -172,8 +152,7 @@ class Tokenizer:
         return await self._on_thread(decode, aside=True)
 
     async def decode_each(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token. Each token is decoded behind another token, because the first token of a text could
-        lose its leading space."""
+        """The text of each token, decoded behind another token: the first token of a text could lose its space."""
 
         def decode() -> list[str]:
             alone = [[*self._anchor, token_id] for token_id in token_ids]
@@ -228,7 +207,6 @@ class Tokenizer:
         return TextItem(token_ids, max(token_ids, default=0), types.index(1) if 1 in types else 0)
 
     def _encode_pieces(self, pieces: list[str], most: int) -> Iterator[list[int]]:
-        """Encode each piece of a rendered chat. Raises TooManyTokensError."""
         if sum(map(len, pieces)) > CHARACTERS_AT_ONCE:
             for piece in pieces:
                 yield _encode(self._parsing, piece, most)
@@ -244,9 +222,7 @@ class Tokenizer:
 def _encode(tokenizer: tokenizers.Tokenizer, text: str, most: int, *, add_special_tokens: bool = False) -> list[int]:
     """Token ids of a text. Raises TooManyTokensError if the text clearly has more than `most` tokens.
 
-    The library releases the GIL while it encodes, but reading and freeing the resulting ids holds the GIL for 35 ns a
-    token. To avoid a large result, a text that may have many more than `most` tokens is first encoded in parts, to
-    count its tokens.
+    Reading the ids holds the GIL for 35 ns each, so the tokens of a long text are first counted in parts.
     """
     if _excess(tokenizer, text, most) is not None:
         raise TooManyTokensError
@@ -255,27 +231,27 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str, most: int, *, add_specia
 
 
 def _excess(tokenizer: tokenizers.Tokenizer, text: str, most: int, *, from_end: bool = False) -> int | None:
-    """Number of characters after which a text clearly exceeds `most` tokens; None if the whole text may fit."""
+    """Characters after which a text clearly exceeds `most` tokens; None if the whole text may fit."""
     parts = [text[start : start + CHARACTERS_AT_ONCE] for start in range(0, len(text), CHARACTERS_AT_ONCE)]
     if len(parts) > 1 and _most_tokens(tokenizer, parts) > most:
         num_tokens = num_characters = 0
         for part in reversed(parts) if from_end else parts:
             num_tokens += len(tokenizer.encode_batch_fast([part], add_special_tokens=False)[0])
             num_characters += len(part)
-            if num_tokens > most + most // 8:  # a text that is encoded in parts has a few more tokens
+            if num_tokens > most + most // 8:  # encoding in parts gives a few more tokens
                 return num_characters
     return None
 
 
 def _most_tokens(tokenizer: tokenizers.Tokenizer, parts: Sequence[str]) -> int:
-    """An upper bound of a text's number of tokens: one token for each byte of the text's longest normalized form."""
+    """An upper bound of a text's tokens: one for each byte of its longest normalized form."""
     if tokenizer.normalizer is not None:
         parts = [unicodedata.normalize("NFKD", part) for part in parts]
     return sum(len(part.encode()) for part in parts)
 
 
 def _anchor(tokenizer: tokenizers.Tokenizer) -> list[int]:
-    """A list with the token that, put before decoded tokens, keeps their leading space; empty if no token fits."""
+    """A list with the token that, before decoded tokens, keeps their leading space; empty if no token does."""
     for letter in "aAeE0":
         token_id = tokenizer.token_to_id(letter)
         if token_id is not None and tokenizer.decode([token_id]) == letter:
@@ -286,8 +262,7 @@ def _anchor(tokenizer: tokenizers.Tokenizer) -> list[int]:
 class Detokenizer:
     """Decodes the tokens of one output one by one, and returns only whole characters.
 
-    `shown` has a flag for each token id: whether the token is part of the text. Tokens that are not part of the text
-    are ids that the tokenizer does not have, and special tokens if `skip_special_tokens` is set.
+    `shown`: for each token id, whether the token is part of the text, as unknown and skipped special tokens are not.
     """
 
     def __init__(
@@ -308,7 +283,7 @@ class Detokenizer:
         self._pending: list[int] = []
 
     def step(self, token_id: int) -> str:
-        """Add a token, and return the characters that it completes; empty if the last character is still incomplete."""
+        """Add a token, and return the characters that it completes."""
         if token_id >= len(self._shown) or not self._shown[token_id]:
             return ""
         self._pending.append(token_id)
@@ -323,10 +298,7 @@ class Detokenizer:
         return text or ""
 
     def _begin_again(self) -> str:
-        """Decode pending bytes that form no character as replacement characters, so that few bytes are pending.
-
-        Up to three of the bytes at the end may begin a character, and stay pending.
-        """
+        """Decode pending bytes as replacement characters, except up to three at the end that may begin a character."""
         whole = self._decode(self._pending)
         for kept in range(min(3, len(self._pending) - 1), 0, -1):
             head, tail = self._pending[:-kept], self._pending[-kept:]
@@ -339,7 +311,6 @@ class Detokenizer:
         return self._decode(head) + "".join(map(self.step, tail))
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        """Decode tokens as the middle of a text."""
         ids = [*self._anchor, *token_ids]
         text = without_panic(lambda: self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens))
         return str(text[len(self._anchor) :])

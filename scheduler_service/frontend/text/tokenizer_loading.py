@@ -1,8 +1,7 @@
 """Loads the tokenizer from a model's files.
 
-Token ids, normalizer, pre-tokenizer and decoder come from tokenizer.json. The tokenizer class that other files name has
-no effect, unlike in transformers 5, which rebuilds token ids, normalizer, pre-tokenizer and decoder according to the
-class. The file tokenizer_config.json adds tokens and lists special tokens.
+Token ids, normalizer, pre-tokenizer and decoder come from tokenizer.json alone; transformers 5 rebuilds them for the
+tokenizer class in other files.
 """
 
 import json
@@ -24,7 +23,7 @@ from scheduler_service.frontend.text.chat_renderer import ChatRenderer
 log = structlog.get_logger()
 
 _FORMER_KEYS = {"Metaspace": ("str_rep", "add_prefix_space")}
-"""Keys of tokenizer.json from old releases of the tokenizers library, which reads these keys but writes newer keys."""
+"""Keys of tokenizer.json from old releases of the library, which reads these keys but writes newer keys."""
 _TOKENS = {("model", "vocab"), ("model", "merges")}
 _FIXED_SPLIT = r"\p{Lt}\p{Lm}\p{Lo}\p{M}]*"
 """A part of the pre-tokenizer's pattern that the setting `fix_mistral_regex` requires."""
@@ -34,8 +33,8 @@ _FIXED_SPLIT = r"\p{Lt}\p{Lm}\p{Lo}\p{M}]*"
 class TokenizerFiles:
     """The loaded tokenizers of a model, and their settings.
 
-    `parsing`: the tokenizer that encodes a special token's text as the special token.
-    `plain`: the tokenizer that encodes the text of a special token (of `hidden`) as ordinary characters.
+    `parsing`: encodes a special token's text as the special token.
+    `plain`: encodes the text of a special token (of `hidden`) as ordinary characters.
     `truncates_left`: a text that is too long loses its beginning, not its end.
     """
 
@@ -48,7 +47,7 @@ class TokenizerFiles:
 
 
 def load_tokenizer(directory: Path) -> TokenizerFiles:
-    """Load the tokenizer of the model in `directory`. Raises StartError for unsupported settings."""
+    """Raises StartError for unsupported settings."""
     config = TokenizerConfig.read({file.name: file for file in directory.iterdir()})
     try:
         text = (directory / "tokenizer.json").read_text(encoding="utf-8")
@@ -108,15 +107,13 @@ def _check_ids(tokenizer: tokenizers.Tokenizer, said: Any) -> None:
 
 
 def _add_tokens(tokenizer: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
-    """Add the tokens of tokenizer_config.json, with their ids and properties.
+    """Add the tokens of tokenizer_config.json, except special tokens without an id.
 
-    A special token without an id is not added, because its id in the model is unknown. A special token that has a role,
-    such as `eos_token`, is skipped when outputs are decoded. If tokenizer_config.json only lists an added token as
-    special, tokenizer.json decides whether the token is skipped.
+    A special token with a role, such as `eos_token`, is skipped when outputs are decoded. For a token that the file
+    only lists as special, tokenizer.json decides.
     """
     stated = sorted(config.added.items())
-    # A single call adds all tokens, because each call rebuilds the automaton of all added tokens, of which some models
-    # have 6,000.
+    # Each call rebuilds the automaton of all added tokens, of which some models have 6,000.
     tokenizer.add_tokens([_added_token(token) for _, token in stated])
     for token_id, token in stated:
         if (found := tokenizer.token_to_id(token.content)) != token_id:
@@ -152,9 +149,8 @@ def _added_token(token: Token, *, special: bool = False) -> AddedToken:
 def _compare_ends(tokenizer: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
     """Log a warning if the tokenizer's two files disagree about the special tokens around a text.
 
-    The file tokenizer.json takes precedence, as in transformers 5. In transformers 4 the precedence depended on the
-    tokenizer's class: the classes of Llama, Gemma and Cohere obeyed the keys `add_bos_token` and `add_eos_token` of
-    tokenizer_config.json.
+    tokenizer.json takes precedence, as in transformers 5. In transformers 4, the classes of Llama, Gemma and Cohere
+    obeyed `add_bos_token` and `add_eos_token` of tokenizer_config.json.
     """
     ids = tokenizer.encode("0").ids
     put = {"bos_token": ids[:1], "eos_token": ids[-1:]}
@@ -162,17 +158,14 @@ def _compare_ends(tokenizer: tokenizers.Tokenizer, config: TokenizerConfig) -> N
         token_id = config.token_id(name, tokenizer.token_to_id)
         if token_id is not None and (token_id in put[name]) != wanted:
             log.warning(
-                f"tokenizer_config.json and tokenizer.json do not agree on add_{name}; tokenizer.json is obeyed",
+                f"tokenizer_config.json and tokenizer.json do not agree on add_{name}; tokenizer.json takes precedence",
                 config=wanted,
                 tokenizer=not wanted,
             )
 
 
 def _left_over(said: Any, read: Any, path: str = "") -> Iterator[str]:
-    """Keys of tokenizer.json that the library did not read.
-
-    The keys of the vocabulary are not checked, because they are tokens.
-    """
+    """Keys of tokenizer.json that the library did not read, without those of the vocabulary, which are tokens."""
     if isinstance(said, list) and isinstance(read, list):
         for number, (one, other) in enumerate(zip(said, read, strict=False)):
             if isinstance(one, dict):

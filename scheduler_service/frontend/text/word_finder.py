@@ -1,24 +1,17 @@
-"""Finds many words in a text without holding the GIL for long.
-
-One regular expression contains all words, merged by common prefixes. With it, the search takes no longer for a thousand
-words than for one word, even in a text that consists of prefixes of the words. Python's `re` holds the GIL for a whole
-call, so each call searches only a part of the text.
-"""
+"""Finds many words in a text, with one regular expression of their common prefixes, part by part to release the GIL."""
 
 import re
 from collections.abc import Iterable, Iterator
 
 CHARACTERS_AT_ONCE = 1 << 14
-"""Number of characters that one call of `re` searches. A call takes 1 to 2 ms if the text consists of prefixes of
-words.
-"""
+"""Characters that one call of `re` searches: 1 to 2 ms if the text consists of prefixes of words."""
 
 _Trie = dict[str, "_Trie"]
 _END = ""
 
 
 class WordFinder:
-    """Searches texts for words. If several words begin at the same place, the longest word is found."""
+    """Searches texts for words. Of words that begin at the same place, the longest is found."""
 
     def __init__(self, words: Iterable[str]) -> None:
         trie: _Trie = {}
@@ -32,17 +25,14 @@ class WordFinder:
         self._pattern = re.compile(_expression(trie) if trie else r"(?!)")
 
     def find(self, text: str) -> Iterator[tuple[str, str]]:
-        """Split a text at the words in it: pairs of a piece of the text and the word behind the piece.
-
-        The last pair has the rest of the text and no word.
-        """
+        """Split a text at its words: pairs of a piece and the word behind it, at the end the rest without a word."""
         start = position = 0
         while position < len(text):
             next_position = position + CHARACTERS_AT_ONCE
             match = self._pattern.search(text, position, next_position + self._longest)
             if match is None:
                 position = next_position
-            elif match.start() >= next_position:  # the part that was searched may end inside a longer word
+            elif match.start() >= next_position:  # the searched part may end inside a longer word
                 position = match.start()
             else:
                 yield text[start : match.start()], match.group()

@@ -16,7 +16,7 @@ def test_differences_are_averaged_over_the_tokens_of_all_texts() -> None:
 
 
 def test_a_text_without_all_its_scores_is_an_error() -> None:
-    with pytest.raises(BenchError, match="scores of 1 tokens where 2 were asked"):
+    with pytest.raises(BenchError, match="scores of 1 tokens, not of 2"):
         compare([Scores([-1.0], [5])], [Scores([-1.0, -2.0], [5, 6])])
 
 

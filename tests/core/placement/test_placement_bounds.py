@@ -22,7 +22,7 @@ from scheduler_service.core import (
 )
 from scheduler_service.core.placement.balancer import MAX_OVERTAKES
 from scheduler_service.core.placement.choice import Here
-from scheduler_service.core.planning.queue_view import MAX_LEFT
+from scheduler_service.core.queues.waiting_queue import MAX_LEFT
 
 
 def test_a_group_is_left_for_no_longer_than_that_would_save() -> None:

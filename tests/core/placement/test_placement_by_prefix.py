@@ -4,7 +4,7 @@ from placement_helpers import ROOMY, add, answer, left, make_fleet, reasons, tak
 from scheduler_helpers import make_group, make_scheduler
 
 from scheduler_service.core import PlacementReason, WaitingQueue
-from scheduler_service.core.blocks.prefix_directory import PrefixDirectory
+from scheduler_service.core.blocks.allocator import PrefixDirectory
 
 
 def test_a_group_is_left_to_the_worker_that_holds_its_prefix() -> None:

@@ -14,7 +14,7 @@ from scheduler_service.core import (
     WaitingQueue,
 )
 from scheduler_service.core.placement.balancer import MAX_OVERTAKES
-from scheduler_service.core.planning.queue_view import MAX_SLOTLESS
+from scheduler_service.core.queues.waiting_queue import MAX_SLOTLESS
 
 
 def test_no_more_adapters_run_together_than_allowed() -> None:

@@ -44,4 +44,4 @@ def test_an_input_beyond_the_budget_is_refused_in_a_sentence() -> None:
     scheduler.add_request(group)
     assert scheduler.schedule().ignored == [group]
     assert group.error is not None
-    assert "and the 21 that their encoder reads do not fit the worker" in group.error
+    assert "and 21 encoder tokens do not fit the worker" in group.error

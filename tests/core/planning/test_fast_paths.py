@@ -30,7 +30,7 @@ from scheduler_service.core import (
 )
 from scheduler_service.core.outputs import TokenLogprobs
 from scheduler_service.core.planning.answers import Answers
-from scheduler_service.core.planning.steady_plan import SteadyPlan
+from scheduler_service.core.planning.running import SteadyPlan
 
 NUM_TOKENS = 25
 

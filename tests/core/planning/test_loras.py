@@ -7,7 +7,7 @@ from scheduler_helpers import make_group, make_scheduler, plan, run, step, suspe
 
 from scheduler_service.core import FairQueue, PreemptionMode, PriorityQueue, Scheduler, SequenceStatus, WaitingQueue
 from scheduler_service.core.placement.balancer import MAX_OVERTAKES
-from scheduler_service.core.planning.queue_view import MAX_AWAITING, MAX_SLOTLESS
+from scheduler_service.core.queues.waiting_queue import MAX_AWAITING, MAX_SLOTLESS
 
 
 def bring(scheduler: Scheduler, *wanted: str) -> str:
@@ -123,7 +123,7 @@ def test_others_come_only_where_there_is_room_and_go_first() -> None:
     scheduler.end_fetch(0.1)
     assert scheduler.begin_fetch([], ["c"]) is None
     assert bring(scheduler, "x") == "b"
-    with pytest.raises(ValueError, match="no adapter is being brought"):
+    with pytest.raises(ValueError, match="no adapter is being fetched"):
         scheduler.end_fetch(0.1)
 
 

@@ -14,7 +14,8 @@ from scheduler_service.core import (
     SequenceStatus,
     WaitingQueue,
 )
-from scheduler_service.core.planning import queue_view, shared_prefixes
+from scheduler_service.core.planning import shared_prefixes
+from scheduler_service.core.queues import waiting_queue
 
 
 def test_a_prefix_is_shared_within_the_step_that_computes_it() -> None:
@@ -217,7 +218,7 @@ def test_requests_behind_long_prompts_wait_for_their_prefix_to_be_computed_once(
 def test_a_tenant_whose_requests_wait_for_a_prefix_does_not_keep_others_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(queue_view, "MAX_SHARING", 2)
+    monkeypatch.setattr(waiting_queue, "MAX_SHARING", 2)
     for waiting, names in ((FairQueue(), {"first", "other"}), (WaitingQueue(), {"first"})):
         scheduler = make_scheduler(waiting, max_num_batched_tokens=16, max_prefill_chunk=8)
         waiting.charge(make_group("before", 1, tenant="b"), 1000, 0)

@@ -268,7 +268,7 @@ def test_an_id_is_refused_while_a_request_of_it_is_live_on_any_worker(policy: ty
     def see_it_refused() -> None:
         num_waiting = len(waiting)
         for each in (scheduler, other):
-            with pytest.raises(ValueError, match="'younger', and a request of that id waits, runs or is swapped out"):
+            with pytest.raises(ValueError, match="'younger', and a request with this id waits, runs or is swapped out"):
                 each.add_request(make_group("younger", 1))
         assert len(waiting) == num_waiting
 

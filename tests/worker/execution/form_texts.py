@@ -1,4 +1,4 @@
-"""Forms to hold outputs to: JSON schemas, hand-picked, generated and JSON Schema's own; expressions; grammars."""
+"""Forms for outputs: JSON schemas, hand-picked, generated and JSON Schema's own; expressions; grammars."""
 
 import json
 import random
@@ -82,7 +82,7 @@ HAND_PICKED: list[Schema] = [
 
 
 def _distinct(count: int, first: Iterable[str], draw: Callable[[], str]) -> list[str]:
-    """So many different texts: these, and what is drawn."""
+    """`count` different texts: `first`, then drawn ones."""
     found = dict.fromkeys(first)
     while len(found) < count:
         found[draw()] = None
@@ -146,11 +146,11 @@ def _any_of(draw: random.Random, depth: int) -> Schema:
 
 
 SUITE: list[dict[str, Any]] = json.loads((Path(__file__).parent / "json_schema_suite.json").read_text())["groups"]
-"""Of the draft 2020-12: schemas, each with `tests`, whose `data` is `valid` or is not. The file names its source."""
+"""Draft 2020-12: schemas with `tests`, whose `data` is `valid` or not. The file names its source."""
 
 _draw = random.Random(1)
 SCHEMAS = _distinct(300, map(json.dumps, HAND_PICKED), lambda: json.dumps(_schema(_draw, 3)))
-"""Generated ones are nested, and of everything above."""
+"""Generated ones are nested, and use everything above."""
 
 _PARTS = [
     "[a-z]{2,5}", "[0-9]{1,4}", "(yes|no|maybe)", "x?", "[^a-zA-Z\\s]", "(ab|cd){1,3}", "é+?!", "\\.", "[A-F0-9]{6}",
@@ -192,4 +192,4 @@ GRAMMARS: list[tuple[str, str]] = [
     ('start: "a"+ "b"~3', r"a+bbb"),
     ('root ::= line line\nline ::= [a-z]{1,3} "\\n"', r"([a-z]{1,3}\n){2}"),
 ]
-"""With a regular expression that all of the grammar's texts match."""
+"""Each with a regular expression that matches all of its texts."""

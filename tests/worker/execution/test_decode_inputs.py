@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worker_helpers import tokens
 
-from worker_service.execution.steps.batch import build_batch
 from worker_service.execution.steps.decode_inputs import DecodeInputs, bucket_sizes
+from worker_service.execution.steps.model_runner import build_batch
 from worker_service.session.session import ScheduledChunk, SequenceState
 from worker_service.session.step import SamplingParams
 

@@ -183,7 +183,7 @@ def test_tokens_do_not_read_behind_a_table_that_has_become_too_short(worker: Ste
 
 def test_encoders_read_no_more_in_a_step_than_there_is_room_for(worker: SteppedWorker) -> None:
     new = [NewSequence(number, *_parts(encoder_of(3, 24 * number)), is_encoder=True) for number in range(3)]
-    with pytest.raises(InvalidStepError, match="288 tokens; the limit is 256"):
+    with pytest.raises(InvalidStepError, match="288 tokens of encoder inputs; the limit is 256"):
         worker.step(*((number, len(INPUTS[3]), False) for number in range(3)), new_sequences=tuple(new))
 
 
@@ -194,7 +194,11 @@ def test_encoders_read_no_more_in_a_step_than_there_is_room_for(worker: SteppedW
         ("t5", {"relative_attention_max_distance": 10**9}, "relative_attention_max_distance 1000000000"),
         ("t5", {"relative_attention_num_buckets": 2}, "relative_attention_num_buckets is 2"),
         ("t5", {"n_positions": 10**12}, "n_positions is 1000000000000; it must be a whole number from 1 to"),
-        ("whisper", {"max_source_positions": 100}, "max_source_positions is 100; sounds are heard 30 s at a time"),
+        (
+            "whisper",
+            {"max_source_positions": 100},
+            "max_source_positions is 100; it must be the tokens of 30 s of sound, 1500",
+        ),
     ],
 )
 def test_configurations_that_make_no_sense_are_refused_in_a_sentence(

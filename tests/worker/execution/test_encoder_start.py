@@ -45,7 +45,7 @@ def test_settings_that_change_no_state_do_no_harm(tmp_path: Path) -> None:
 def test_a_classifier_with_a_pooling_beside_it_is_refused(tmp_path: Path) -> None:
     """It is one or the other: config.json names a classifier, and modules.json has vectors made."""
     folder = write_modules(write_encoder(tmp_path, num_labels=1), "mean_tokens")
-    with pytest.raises(StartError, match="supported are Transformer alone, of a classifier"):
+    with pytest.raises(StartError, match="supported are Transformer alone, for a classifier"):
         load_worker(WorkerSettings(model=str(folder), threads=1, swap_space=0))
 
 

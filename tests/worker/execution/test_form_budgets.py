@@ -100,7 +100,6 @@ def followers(forms: Forms, tokenizer: Tokenizer, alive: Sequence[SequenceState]
     masks = forms.begin(
         [ScheduledChunk(one, len(one.token_ids) - 1, len(one.token_ids), samples=True) for one in alive]
     )
-    assert masks is not None
     late = masks.late()
     found = []
     for one, mask in zip(alive, masks.of(alive), strict=True):

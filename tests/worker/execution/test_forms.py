@@ -100,9 +100,9 @@ def sequences(grammars: Sequence[str], tokenizer: Tokenizer, **sampling: Any) ->
     ]
 
 
-def masks_of(forms: Forms, chunks: Sequence[ScheduledChunk]) -> FormMasks | None:
+def masks_of(forms: Forms, chunks: Sequence[ScheduledChunk]) -> FormMasks:
     """In as many steps as it takes until none is late: forms that come together are compiled in several."""
-    while (masks := forms.begin(chunks)) is not None and masks.late():
+    while (masks := forms.begin(chunks)).late():
         pass
     return masks
 
@@ -266,7 +266,6 @@ def test_after_each_guess_may_come_what_may_come_once_it_is_chosen(
             masks = masks_of(
                 forms, [ScheduledChunk(again, known - 1, known + len(guesses), samples=True, drafts=guesses)]
             )
-            assert masks is not None
             after = [replace(again, token_ids=again.token_ids + guesses[:n]) for n in range(len(guesses) + 1)]
             for one, mask in zip(after, masks.of(after), strict=True):
                 if END in one.token_ids[:-1]:
@@ -302,7 +301,6 @@ def test_a_guess_beyond_which_a_form_cannot_be_followed_costs_no_output_anything
     for drafts in (guesses, guesses, tokens([])):
         chunks = [ScheduledChunk(each, 0, 1 + len(drafts), samples=True, drafts=drafts) for each in (one, other)]
         masks = masks_of(forms, chunks)
-        assert masks is not None
         after = [replace(one, token_ids=one.token_ids + drafts[:n]) for n in range(len(drafts) + 1)]
         found = [np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist() for mask in masks.of([*after, other])]
         assert found[0] == found[-1] == sorted(tokenizer.token_to_id(letter) for letter in "xz")
@@ -371,10 +369,9 @@ def test_an_output_that_fails_and_whose_process_dies_then_is_asked_for_once(
     monkeypatch.setattr(forms, "_receive", dying)
     guesses = tokens([tokenizer.token_to_id("a")] * 2)
     chunks = [ScheduledChunk(left_its_form, 1, 4, samples=True, drafts=guesses)]
-    while (masks := forms.begin(chunks)) is not None and masks.late():
+    while (masks := forms.begin(chunks)).late():
         assert {*sent} == {1}
         sent.clear()
-    assert masks is not None
     assert not masks.of([left_its_form]).any()
 
 
@@ -409,7 +406,6 @@ def test_guesses_of_an_output_share_the_time_of_one_mask(
     monkeypatch.setattr(forms_module, "_processor_seconds", lambda process: float(next(seconds)))
     drafts = tokens([tokenizer.token_to_id(letter) for letter in "xyz"])
     masks = masks_of(forms, [ScheduledChunk(one, 0, 4, samples=True, drafts=drafts)])
-    assert masks is not None
     after = [replace(one, token_ids=one.token_ids + drafts[:n]) for n in range(4)]
     assert [mask.any() for mask in masks.of(after)] == [True, False, False, False]
 

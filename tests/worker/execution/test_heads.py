@@ -246,7 +246,10 @@ def refuse(target: Path, head: Path | None, tmp_path: Path, sentence: str) -> st
         ),
         ({"fc_norm": True}, "it says fc_norm = True, which is not supported in a model of EAGLE-3's heads"),
         ({"quantization_config": {"quant_method": "fp8"}}, "heads that are stored quantised are not read"),
-        ({"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2, "hidden_size": 1024}, "of 256 layers"),
+        (
+            {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2, "hidden_size": 1024},
+            "needs 256 cache layers, more than 16",
+        ),
         ({"speculators_model_type": "mlp"}, "speculators_model_type is 'mlp'; it must be eagle3"),
         ({"speculators_model_type": "a\nb" * 10**6}, r"speculators_model_type is 'a\\nba"),
         ({"norm_before_fc": True}, "norm_before_fc are not supported"),
@@ -310,7 +313,7 @@ def test_a_tensor_of_another_form_s_layer_is_refused(tiny_checkpoint: Path, tmp_
     head = write_head(tmp_path / "head", layer_name="layers.0")
     weights = load_file(head / "model.safetensors")
     save_file(weights | {"midlayer.hidden_norm.weight": torch.zeros(48)}, head / "model.safetensors")
-    refuse(tiny_checkpoint, head, tmp_path, "nothing in the network of config.json takes: midlayer.hidden_norm.weight")
+    refuse(tiny_checkpoint, head, tmp_path, "the network of config.json does not use: midlayer.hidden_norm.weight")
 
 
 def test_a_head_that_cannot_be_computed_ends_the_start(
@@ -320,7 +323,7 @@ def test_a_head_that_cannot_be_computed_ends_the_start(
         raise RuntimeError("a rotation of another size")
 
     monkeypatch.setattr(EagleHead, "forward", fail)
-    refuse(tiny_checkpoint, head, tmp_path, "the head that guesses cannot be computed: a rotation of another size")
+    refuse(tiny_checkpoint, head, tmp_path, "the head that drafts cannot be computed: a rotation of another size")
 
 
 def test_it_is_refused_where_it_cannot_guess(make_checkpoint: Callable[..., Path], head: Path, tmp_path: Path) -> None:

@@ -107,10 +107,9 @@ class TwoRanks:
 
         def of(adapters: Adapters) -> object:
             try:
-                found = adapters.slots(chunks)
+                return adapters.slots(chunks).tolist()
             except InvalidStepError as error:
                 return str(error)
-            return None if found is None else found.tolist()
 
         return [of(adapters) for adapters in self.adapters]
 

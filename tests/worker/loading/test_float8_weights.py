@@ -162,7 +162,7 @@ REFUSED: dict[str, tuple[Config, str]] = {
     ),
     "blocks beside whole rows": (
         compressed({"strategy": "block", "block_structure": [128, 64]}, {"strategy": "token"}),
-        "with scales of their own by group of 64",
+        "with dynamic scales by group of 64",
     ),
     "blocks of several sizes": (
         BY_BLOCK
@@ -227,7 +227,7 @@ def test_as_many_scales_as_outputs_are_not_taken_for_theirs(shape: tuple[int, ..
 def test_blocks_have_no_stored_scales_of_inputs(tmp_path: Path) -> None:
     parts = by_block(torch.randn(24, 128), "weight_scale_inv") | {"input_scale": torch.tensor(0.1)}
     save_file({f"a.{name}": part for name, part in parts.items()}, tmp_path / "model.safetensors")
-    with pytest.raises(StartError, match="there is a stored scale of inputs, which are rounded by block"):
+    with pytest.raises(StartError, match="there is an input_scale, which is not supported"):
         PackedWeights(WeightFiles(tmp_path), IN_BLOCKS)["a.weight"]
 
 

@@ -141,7 +141,10 @@ UNSOUND = {
         pack([pair(b"split.count", UINT32, number(3, 4))]),
         "it is one of 3 parts by its split.count",
     ),
-    "five dimensions": (pack([], [tensor(b"t", [1] * 5)], bytes(4)), "tensor t has 5 dimensions; at most 4 can be"),
+    "five dimensions": (
+        pack([], [tensor(b"t", [1] * 5)], bytes(4)),
+        "tensor t has 5 dimensions; at most 4 are supported",
+    ),
     "dimensions without end": (
         pack([], [text(b"t") + number(2**32 - 1, 4) + bytes(20)]),
         "tensor t has 4294967295 dimensions",

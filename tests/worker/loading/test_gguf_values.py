@@ -212,7 +212,7 @@ def test_of_a_pair_that_is_there_twice_the_first_counts(tmp_path: Path) -> None:
         (["a" * 1_025], "tokenizer.ggml.tokens has the token 'aaa.*aaa' of 1025 bytes; at most 1024 are supported"),
         (["ü" * 1_000_000], "of 2000000 bytes; at most 1024 are supported"),
         ([f"{number:1020}" for number in range(8_300)], "tokens have 84.* bytes together; at most 8388608"),
-        (["a" * length for length in range(1, 1_025)], "made of each other in so many ways"),
+        (["a" * length for length in range(1, 1_025)], "that form other tokens have more than"),
     ],
 )
 def test_tokens_that_would_take_minutes_are_refused_by_their_lengths(

@@ -352,7 +352,9 @@ def test_a_part_of_a_quantised_layer_that_is_not_read_is_refused(plain: Path, tm
     stored, _ = quantise(plain, tmp_path, "awq")
     tensors = load_file(stored / "model.safetensors")
     save_file(tensors | {"model.layers.0.mlp.up_proj.weight_global_scale": torch.ones(1)}, stored / "model.safetensors")
-    with pytest.raises(StartError, match=r"config\.json takes: model\.layers\.0\.mlp\.up_proj\.weight_global_scale"):
+    with pytest.raises(
+        StartError, match=r"config\.json does not use: model\.layers\.0\.mlp\.up_proj\.weight_global_scale"
+    ):
         load_worker(worker_settings(stored))
 
 
@@ -389,8 +391,8 @@ SPOILED: dict[str, tuple[Callable[[Tensors], object], str]] = {
     "words of a wrong type": (lambda tensors: tensors.update({"a.qzeros": torch.ones(4, 3)}), "no words of packed"),
     "an infinite scale": (lambda tensors: tensors["a.scales"].fill_(float("inf")), "not finite in float16"),
     "a huge scale": (lambda tensors: tensors.update({"a.scales": torch.full((4, 24), 7e4)}), "not finite in float16"),
-    "groups of several sizes": (lambda tensors: tensors["a.g_idx"][:40].fill_(1), "one of 4 groups of one size"),
-    "too many groups": (lambda tensors: tensors["a.g_idx"].add_(1), "one of 4 groups of one size"),
+    "groups of several sizes": (lambda tensors: tensors["a.g_idx"][:40].fill_(1), "to 4 groups of equal size"),
+    "too many groups": (lambda tensors: tensors["a.g_idx"].add_(1), "to 4 groups of equal size"),
     "groups of too few": (
         lambda tensors: tensors.update({"a.g_idx": torch.zeros(3).int()}),
         r"g_idx has the shape \[3\]",
@@ -443,7 +445,7 @@ def test_a_layer_is_stored_as_one_of_the_groups_says(said: dict[str, Any], tmp_p
     assert write(tmp_path, PACKED | {"config_groups": {"a": {"weights": said}, "b": right}}, tensors)["a.weight"]
     found = write(tmp_path, PACKED | {"config_groups": {"a": {"weights": said}}}, tensors)
     with pytest.raises(
-        StartError, match=r"4 bits and 4 scales for the 128 inputs .* without zero points, are not what"
+        StartError, match=r"4 bits and 4 scales for the 128 inputs .* without zero points, match no group"
     ):
         found["a.weight"]
 
@@ -528,13 +530,13 @@ def test_scales_of_something_else_are_refused(plain: Path, tmp_path: Path) -> No
     stored, _ = quantise(plain, tmp_path, "awq")
     tensors = load_file(stored / "model.safetensors")
     save_file(tensors | {"model.layers.0.mlp.act.scales": torch.ones(128)}, stored / "model.safetensors")
-    with pytest.raises(StartError, match=r"mlp\.act\.scales scales something else"):
+    with pytest.raises(StartError, match=r"mlp\.act\.scales is a scale, but not of a quantised layer"):
         load_worker(worker_settings(stored))
 
 
 def test_stored_weights_are_not_quantised_a_second_time(plain: Path, tmp_path: Path) -> None:
     stored, _ = quantise(plain, tmp_path, "awq")
-    with pytest.raises(StartError, match=r"--quantization int4: those of .* are stored quantised already"):
+    with pytest.raises(StartError, match=r"--quantization int4: the weights of .* are already quantised"):
         load_worker(worker_settings(stored, "int4"))
 
 

@@ -182,7 +182,5 @@ def test_two_names_of_one_value_say_the_same(json: Json, first: str, other: str)
 
 
 def test_a_group_that_rounds_inputs_alone_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"config_groups\.group_0: inputs that are rounded beside weights that are not"
-    ):
+    with pytest.raises(ValueError, match=r"config_groups\.group_0: rounded inputs of weights that are not rounded"):
         QuantizationConfig.from_json(compressed(weights=None, input_activations=BY_TOKEN))

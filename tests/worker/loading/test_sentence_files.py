@@ -47,14 +47,14 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "another pooling": (lambda folder: write_modules(folder, "max_tokens"), "pools by 'max'"),
     "a layer more": (
         lambda folder: write_modules(folder, "mean_tokens", "Dense"),
-        "go through 'Transformer', 'Pooling', 'Dense'; supported are Transformer and Pooling",
+        "the modules \\['Transformer', 'Pooling', 'Dense'\\]; supported are Transformer and Pooling",
     ),
-    "a layer twice": (lambda folder: write_modules(folder, "mean_tokens", "Normalize", "Normalize"), "go through"),
-    "no pooling": (lambda folder: (folder / "modules.json").write_text("[]"), "go through nothing"),
+    "a layer twice": (lambda folder: write_modules(folder, "mean_tokens", "Normalize", "Normalize"), "the modules"),
+    "no pooling": (lambda folder: (folder / "modules.json").write_text("[]"), r"the modules \[\];"),
     "many layers": (lambda folder: write(folder, *[network] * 9), "names 9 modules"),
     "a large list": (lambda folder: write(folder, *[network] * 30_000), "at most 1048576 are read"),
-    "no network": (lambda folder: write(folder, pooling), "go through 'Pooling'"),
-    "another order": (lambda folder: write(folder, pooling, network), "go through 'Pooling', 'Transformer'"),
+    "no network": (lambda folder: write(folder, pooling), "the modules \\['Pooling'\\]"),
+    "another order": (lambda folder: write(folder, pooling, network), "the modules \\['Pooling', 'Transformer'\\]"),
     "a network elsewhere": (
         lambda folder: write(folder, network | {"path": "0_Transformer"}, pooling),
         "has the network in '0_Transformer'; it must be in this folder",
@@ -65,7 +65,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "code of its own": (
         lambda folder: write(folder, network | {"type": "custom_st.Transformer"}, pooling),
-        "go through 'custom_st.Transformer', 'Pooling'",
+        "the modules \\['custom_st.Transformer', 'Pooling'\\]",
     ),
     "a module's arguments": (
         lambda folder: write(folder, network | {"kwargs": ["task"]}, pooling),
@@ -73,7 +73,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "an unknown word of a module": (
         lambda folder: write(folder, network, pooling | {"x": 1}),
-        "says 'x' = 1, which is",
+        "has 'x' = 1, which is",
     ),
     "a norm of something else": (
         lambda folder: (
@@ -93,7 +93,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         for settings, sentence in (
             ('{"do_lower_case": true}', "do_lower_case is True, which is not supported; it must be False"),
             ('{"do_lower_case": 0}', "do_lower_case is 0"),
-            ('{"max_seq_len": 8}', "says 'max_seq_len' = 8, which is not known"),
+            ('{"max_seq_len": 8}', "has 'max_seq_len' = 8, which is unknown"),
             ('{"max_seq_length": 8.0}', "max_seq_length is 8.0"),
             ('{"query_length": 32}', "query_length is 32, which is not supported; it must be null"),
             ('{"transformer_task": "fill-mask"}', "transformer_task is 'fill-mask'"),
@@ -110,7 +110,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         )
         for settings, sentence in (
             ('{"pooling_mode": "mean", "include_prompt": false}', "include_prompt is False, which is not supported"),
-            ('{"pooling_mode": "mean", "dropout": 1}', "says 'dropout' = 1, which is not known"),
+            ('{"pooling_mode": "mean", "dropout": 1}', "has 'dropout' = 1, which is unknown"),
             ('{"pooling_mode_mean_tokens": "true"}', "pooling_mode_mean_tokens is 'true'; it must be true or false"),
             ('{"pooling_mode_mean_tokens": true, "pooling_mode_max_tokens": true}', "pools by 'max' and 'mean'"),
             ('{"pooling_mode": "cls", "pooling_mode_mean_tokens": true}', "pools by 'cls' and 'mean'"),
@@ -160,7 +160,7 @@ def test_a_classifier_is_a_network_alone_with_a_length(tmp_path: Path) -> None:
     assert SentenceSettings.read(tmp_path, "MEAN", {}, 1).max_length == 12
     with pytest.raises(StartError, match="transformer_task is 'sequence-classification'"):
         SentenceSettings.read(write_modules(tmp_path, "mean_tokens"), "MEAN")
-    with pytest.raises(StartError, match="supported are Transformer alone, of a classifier"):
+    with pytest.raises(StartError, match="supported are Transformer alone, for a classifier"):
         SentenceSettings.read(tmp_path, "MEAN", {}, 1)
 
 

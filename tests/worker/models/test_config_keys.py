@@ -215,16 +215,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "two bases": (
         {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}},
-        "rope_theta is 5.0, and rope_theta 6.0 among the parameters of positions",
+        "rope_theta is 5.0, and rope_theta 6.0 in the rotary parameters",
     ),
     "two kinds of positions": (
         {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
-        "rope_parameters and rope_scaling say different things",
+        "rope_parameters and rope_scaling differ",
     ),
     "another original length than Phi-3's": (
         {"model_type": "phi3", "rope_scaling": LONGROPE | {"original_max_position_embeddings": 512},
          "partial_rotary_factor": 0.75},
-        "original_max_position_embeddings is 512 among the parameters of positions; .* counts, which is 4096 if",
+        "original_max_position_embeddings is 512 in the rotary parameters; .* counts, which is 4096 if",
     ),
     "two names of a kind of positions": (
         {"rope_scaling": {"type": "linear", "rope_type": "dynamic", "factor": 2.0}},
@@ -279,7 +279,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "its rotations": ({"model_type": "olmo2", "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, and the"),
     "positions that are not turned": (
         {"model_type": "gpt2", "rope_theta": 5.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-        "it says|it has positions of type linear, and the code of gpt2 turns no heads",
+        "it says|its rotary embeddings are of type linear, but the code of gpt2 rotates no heads",
     ),
     "its head": (
         {"model_type": "olmo2", "architectures": ["Olmo2ForSequenceClassification"]},

@@ -1,4 +1,4 @@
-"""The tiny model behind the service: a worker that computes step by step, and one that runs ahead."""
+"""The tiny model behind the service, step by step and running ahead."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -38,7 +38,7 @@ def worker(request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_facto
 
 @pytest.fixture
 async def loading() -> AsyncIterator[Service]:
-    """A service whose model is not there yet."""
+    """A service whose model is not loaded yet."""
     server = GrpcServer([SERVICE_NAME], max_receive_bytes=1 << 20)
     servicer = WorkerServicer(DeviceThread())
     worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.server)

@@ -1,4 +1,4 @@
-"""A worker behind its service, on a free port, and the scheduler's end of its sessions."""
+"""A worker's service on a free port, and the scheduler's end of its sessions."""
 
 import asyncio
 import contextlib
@@ -19,8 +19,6 @@ PROMPT = [(7 * number * number + 3) % 131 for number in range(21)]
 
 
 class Service:
-    """A server on a free port and a channel to it."""
-
     def __init__(self, servicer: WorkerServicer, server: GrpcServer, address: str) -> None:
         self.servicer = servicer
         self.server = server
@@ -35,7 +33,7 @@ class Service:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """No step is looked at within the block: what is sent there has been sent before one can end the session."""
+        """Steps wait during the block, so that all are sent before one can end the session."""
         is_over = threading.Event()
         self.servicer._device_thread.submit(lambda: is_over.wait(60))
         try:

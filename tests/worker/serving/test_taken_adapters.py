@@ -307,11 +307,11 @@ async def test_a_call_that_stalls_keeps_no_other_from_its_adapter_and_ends(
     await stalled.has_begun(service)
     await service.stub.TakeAdapter(messages(1), timeout=5)
     assert alone.adapters.fingerprints == [TWO]
-    assert await stalled.end() == (grpc.StatusCode.ABORTED, "another call hands an adapter over")
+    assert await stalled.end() == (grpc.StatusCode.ABORTED, "another call of TakeAdapter has begun")
     monkeypatch.setattr(adapter_calls, "STALL_SECONDS", 0.01)
     assert (await Stalled(service).end())[0] is grpc.StatusCode.DEADLINE_EXCEEDED
     empty = [TakeAdapterRequest(fingerprint=ONE), TakeAdapterRequest()]
-    with pytest.raises(grpc.aio.AioRpcError, match="data: a piece behind the first one has none") as error:
+    with pytest.raises(grpc.aio.AioRpcError, match="data: a piece after the first has none") as error:
         await service.stub.TakeAdapter(iter(empty))
     assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 

@@ -63,11 +63,11 @@ MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
     "an empty chunk": ({"sequence_ids": [1], "num_scheduled_tokens": [0]}, "an entry is 0"),
     "too many tokens": ({"sequence_ids": [1], "num_scheduled_tokens": [257]}, "257 tokens; the limit is 256"),
     "too many sequences": ({"sequence_ids": range(17)}, "17 sequences; the limit is 16"),
-    "room for guesses of another length": (
+    "room for drafts of another length": (
         {"sequence_ids": [1, 2], "num_draft_tokens": [0]},
         "num_draft_tokens: 1 entries for 2",
     ),
-    "room for guesses": ({"sequence_ids": [1], "num_draft_tokens": [1]}, "room for 1 guesses; this worker verifies"),
+    "room for drafts": ({"sequence_ids": [1], "num_draft_tokens": [1]}, "room for 1 drafts; this worker verifies"),
     "a block beyond the pool": ({"new_sequences": [new_message(1, [5], [64])]}, "block 64 is beyond the pool of 64"),
     "an updated block beyond": ({"block_table_updates": [pb.BlockTableUpdate(block_ids=[99])]}, "block 99"),
     "a forked block beyond": ({"forks": [pb.Fork(block_ids=[99])]}, "block 99"),
@@ -141,7 +141,7 @@ def test_room_for_guesses_arrives_as_long_as_it_is_no_more_than_the_worker_verif
     message = pb.SchedulerOutput(sequence_ids=[1, 2], num_scheduled_tokens=[4, 1], num_draft_tokens=[3, 0])
     assert decode_scheduler_output(message, limits).num_draft_tokens == (3, 0)
     message.num_draft_tokens[1] = 4
-    with pytest.raises(InvalidStepError, match="room for 4 guesses; this worker verifies up to 3"):
+    with pytest.raises(InvalidStepError, match="room for 4 drafts; this worker verifies up to 3"):
         decode_scheduler_output(message, limits)
 
 
@@ -168,8 +168,8 @@ def test_what_is_pooled_arrives_and_vectors_are_answered() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"type": 0}, "type 0 is none that is known"),
-        ({"type": 9}, "type 9 is none that is known"),
+        ({"type": 0}, "type 0 is not known"),
+        ({"type": 9}, "type 9 is not known"),
         ({"dimensions": 0}, "dimensions is 0; this worker's vectors have 8"),
         ({"dimensions": 9}, "dimensions is 9; this worker's vectors have 8"),
         ({"type": group_pb.POOLING_TYPE_SCORE}, "dimensions is 4; this worker's vectors have 2"),

@@ -160,7 +160,7 @@ def test_a_lost_device_ends_the_process_with_an_error_for_another_to_take_its_pl
             next(session)
     status, last_line = worker.end()
     assert status == 1
-    assert "the device takes no more work" in last_line
+    assert "the device cannot be used any more" in last_line
 
 
 @pytest.mark.usefixtures("true_starts")

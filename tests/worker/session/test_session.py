@@ -222,7 +222,7 @@ POOLED = PoolingParams(PoolingType.MEAN, 4)
 @pytest.mark.parametrize(
     ("scheduled", "sampling", "sentence"),
     [
-        ((1, 3, True), {}, "sequence 1 is to sample tokens, and this worker holds an encoder"),
+        ((1, 3, True), {}, "sequence 1 samples tokens, and this worker's model is an encoder"),
         ((1, 2, False), {"pooling": POOLED}, "sequence 1 is not computed whole"),
     ],
 )

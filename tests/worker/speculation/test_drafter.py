@@ -135,7 +135,7 @@ def test_a_proposer_that_fails_is_not_asked_again_and_wants_no_more_room(capsys:
     assert not any(found[7:])
     assert served.wanted == {1: 0}
     assert proposer.num_asked == 6
-    assert capsys.readouterr().out.count("guessing failed, and has ended reason=") == 1
+    assert capsys.readouterr().out.count("drafting failed, and has ended reason=") == 1
 
 
 @pytest.mark.parametrize("no_token", [100, -1, 2**63])

@@ -1,10 +1,5 @@
-"""The LoRA adapters of one worker, in host memory and in slots on the device.
-
-A slot is memory for one adapter on the device. Each row of a step names its adapter by the slot's number. If a step
-needs an adapter that is in no slot, the adapter is copied from host memory into a slot before the forward pass. If no
-slot is free, the copy replaces the least recently used adapter. No step waits until an adapter is read from a file or
-from the network.
-"""
+"""The LoRA adapters of one worker, in host memory and in slots on the device. Before a forward pass, missing adapters
+are copied from host memory into slots, in place of the least recently used. No step waits for a file or the network."""
 
 import itertools
 import time
@@ -26,9 +21,7 @@ from worker_service.session.session import ScheduledChunk
 
 @dataclass(frozen=True)
 class AdapterRoom:
-    """Limits of adapters: the number of slots on the device, the number of adapters in host memory, and the largest
-    LoRA rank.
-    """
+    """Limits: slots on the device, largest LoRA rank, adapters in host memory."""
 
     num_slots: int = 0
     max_rank: int = 1
@@ -36,38 +29,28 @@ class AdapterRoom:
 
 
 class Adapters:
-    """The adapters that one process of a worker (a rank) stores. The device thread calls `add` and `remove` between
-    steps, and `slots` at the start of a step.
-    """
+    """The adapters of one rank. The device thread calls `add` and `remove` between steps, and `slots` at the start of a
+    step."""
 
     def __init__(self, model: Loadable, room: AdapterRoom, cuts: Mapping[str, Cut] = UNCUT) -> None:
-        """Allocate the slots for adapters. The slots must be allocated before the model's weights are packed.
-
-        cuts: for each tensor, the part that this rank stores, see `Shard`.
-        """
+        """Must be called before the model's weights are packed. cuts: the part of each tensor that this rank stores."""
         self.room = room
         self.cuts = cuts
         self.fingerprints: list[str] = []
-        """Fingerprints of the adapters that a step may use if the step is queued for the device thread now. The list
-        changes when a call of `add` or `remove` is queued, before the device thread makes the call.
-        """
+        """Adapters that a step may use if the step is queued for the device thread now."""
         self._places: Mapping[str, AdapterPlace] = (
             model.allocate_adapters(room.num_slots, room.max_rank) if room.num_slots else {}
         )
-        # The adapters in host memory by fingerprint, each with its load number. Every load of an adapter has a new
-        # number.
+        # Load number and adapter by fingerprint. Every load has a new number.
         self._loaded: dict[str, tuple[int, Adapter]] = {}
-        # The slot and the load number of each adapter that is in a slot. The dictionary begins with the least recently
-        # used adapter.
+        # Slot and load number by fingerprint, least recently used first.
         self._slots = OrderedDict[str, tuple[int, int]]()
         self._numbers = itertools.count()
         self._free = list(range(room.num_slots))
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """Numbers of outputs and inputs of each projection that can have an adapter, before the projection is split
-        over ranks.
-        """
+        """Outputs and inputs of each projection that can have an adapter, before the split over ranks."""
         found = {}
         for name, place in self._places.items():
             cut = self.cuts.get(f"{name}.weight")
@@ -83,9 +66,7 @@ class Adapters:
 
     @property
     def most_bytes(self) -> int:
-        """Maximum bytes of an adapter's file: float64 weights of the largest LoRA rank for every projection, and a
-        header.
-        """
+        """Maximum bytes of an adapter's file: float64 weights of the largest LoRA rank, and 16 MiB for the header."""
         return 8 * self.room.max_rank * sum(map(sum, self.shapes.values())) + (16 << 20)
 
     @property
@@ -93,7 +74,7 @@ class Adapters:
         return next(iter(self._places.values())).weights.a.dtype
 
     def measure_copy(self) -> float:
-        """Measured seconds to copy this rank's part of the largest possible adapter into a slot, or 0 without slots."""
+        """Seconds to copy this rank's part of the largest possible adapter into a slot; 0 without slots."""
         if not self.room.num_slots:
             return 0.0
         rank, device = self.room.max_rank, next(iter(self._places.values())).weights.a.device
@@ -114,23 +95,17 @@ class Adapters:
         return seconds
 
     def add(self, fingerprint: str, adapter: Adapter) -> None:
-        """Store an adapter in host memory.
-
-        adapter: the part of the adapter that this rank stores.
-        """
+        """adapter: the part that this rank stores."""
         self._loaded[fingerprint] = next(self._numbers), adapter
 
     def remove(self, fingerprint: str) -> None:
         self._loaded.pop(fingerprint, None)
 
-    def slots(self, chunks: Sequence[ScheduledChunk]) -> Tensor | None:
-        """The slot of each row's adapter, [rows] int32, negative for no adapter. Returns None if no row has an adapter.
+    def slots(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
+        """The slot of each row's adapter, [rows] int32, negative for no adapter. At least one chunk has an adapter.
 
-        Raises InvalidStepError if a chunk's adapter is not in host memory, or if the step has more adapters than slots.
-        """
+        Raises InvalidStepError if an adapter is not in host memory, or if the step has more adapters than slots."""
         names = dict.fromkeys(chunk.sequence.adapter for chunk in chunks if chunk.sequence.adapter)
-        if not names:
-            return None
         if len(names) > self.room.num_slots:
             raise InvalidStepError(f"a step has {len(names)} adapters; this worker has {self.room.num_slots} slots")
         places = {name: self._place(name, names) for name in names}
@@ -140,7 +115,6 @@ class Adapters:
         return upload(rows, torch.int32, device)
 
     def _place(self, name: str, needed: Mapping[str, None]) -> int:
-        """Find the slot of an adapter. An adapter that is in no slot is copied into a slot."""
         loaded = self._loaded.get(name)
         if loaded is None:
             raise InvalidStepError(f"the adapter {name[:64]} is not loaded")
@@ -160,8 +134,7 @@ class Adapters:
         return slot
 
     def _fill(self, slot: int, adapter: Adapter) -> None:
-        # The largest LoRA rank of the adapter's projections in each fused product. The key is the Python id of the
-        # product's weights.
+        # The largest LoRA rank in each fused product, by the Python id of the product's weights.
         ranks: dict[int, int] = {}
         for name, (a, _) in adapter.halves.items():
             weights = self._places[name].weights
@@ -173,8 +146,8 @@ class Adapters:
             if not rank:
                 continue
             columns = slice(weights.starts[part], weights.starts[part + 1])
-            # This projection's part of the slot is zeroed first. Another projection of the same fused product may have
-            # a larger LoRA rank, and the kernel computes all projections with the largest rank.
+            # Zeroed first: another projection of the fused product may have a larger LoRA rank, and the kernel uses the
+            # largest rank.
             weights.a[slot, part, :rank] = 0
             weights.b[slot, :rank, columns] = 0
             if name in adapter.halves:

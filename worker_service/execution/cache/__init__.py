@@ -1,1 +1,1 @@
-"""The memory of the KV cache, and the search for prefixes that several sequences of a step share."""
+"""The KV cache's memory, and the search for shared prefixes."""

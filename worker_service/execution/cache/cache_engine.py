@@ -1,8 +1,5 @@
-"""The worker's KV memory: a pool of blocks on the device, a pool of blocks on the host, and copies of blocks.
-
-This file knows blocks only by their numbers; the scheduler knows which tokens a block contains. The memory of a pool is
-not initialised, so an operating system commits a block's host memory only when the block is first written.
-"""
+"""The worker's KV memory: a pool of blocks on the device, a pool on the host, and copies of blocks. Blocks are known
+only by number. Memory is not initialised, so the operating system commits a host block at its first write."""
 
 import time
 from dataclasses import dataclass
@@ -20,9 +17,8 @@ _MEASURED_BLOCKS = 8
 
 @dataclass(frozen=True)
 class CacheShape:
-    """The shape of one block: keys and values of `block_size` tokens in all layers. `kernels.ops` defines the layout of
-    a block, and `kernels.attention.narrow_cache` the layout of a block of an 8-bit cache.
-    """
+    """Keys and values of `block_size` tokens in all layers. Layout: `kernels.ops`; 8-bit:
+    `kernels.attention.narrow_cache`."""
 
     num_layers: int
     block_size: int
@@ -32,21 +28,18 @@ class CacheShape:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block."""
         head_bytes = stored_size(self.head_dim, self.dtype) * self.dtype.itemsize
         return self.num_layers * 2 * self.block_size * self.num_kv_heads * head_bytes
 
     def allocate(self, num_blocks: int, device: torch.device, pinned: bool = False) -> Tensor:
-        """Allocate a pool of blocks without initialising its memory. The pool's shape is [num_blocks, num_layers, 2,
-        block_size, num_kv_heads, elements of a head].
-        """
+        """A pool of uninitialised blocks, [num_blocks, num_layers, 2, block_size, num_kv_heads, elements of a head]."""
         head = stored_size(self.head_dim, self.dtype)
         shape = (num_blocks, self.num_layers, 2, self.block_size, self.num_kv_heads, head)
         return torch.empty(shape, dtype=self.dtype, device=device, pin_memory=pinned)
 
 
 class CacheEngine:
-    """Owns two pools of blocks: one on the device, and one on the host for swapped sequences."""
+    """The pools of blocks on the device and, for swapped sequences, on the host."""
 
     def __init__(self, shape: CacheShape, num_device_blocks: int, num_host_blocks: int, device: torch.device) -> None:
         self.device_blocks = shape.allocate(num_device_blocks, device)
@@ -55,14 +48,9 @@ class CacheEngine:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def move(self, output: SchedulerOutput) -> None:
-        """Move a step's blocks in this order: swap out, swap in, copy. All swaps out come first, because a swap-in may
-        overwrite a device block that the same step swaps out.
+        """Swap out, then swap in, then copy: a swap-in may overwrite a block that the same step swaps out.
 
-        On a GPU the moves run on a separate CUDA stream, after all work that was launched before and before all later
-        work.
-        """
-        if not (output.blocks_to_swap_out.sources or output.blocks_to_swap_in.sources or output.blocks_to_copy.sources):
-            return
+        On a GPU, moves run on a separate CUDA stream, ordered between earlier and later work."""
         if self._stream is None:
             self._move(output)
             return
@@ -84,9 +72,7 @@ class CacheEngine:
             )
 
     def measure_swap_bandwidth(self) -> int:
-        """Measured swap speed in bytes a second: blocks are swapped out and in again. The speed is 0 without a host
-        pool.
-        """
+        """Bytes a second of swapping blocks out and in again; 0 without a host pool."""
         blocks = tuple(range(min(_MEASURED_BLOCKS, len(self.device_blocks), len(self.host_blocks))))
         if not blocks:
             return 0
@@ -96,8 +82,7 @@ class CacheEngine:
             blocks_to_swap_out=BlockMapping(blocks, blocks),
             blocks_to_swap_in=BlockMapping(blocks, blocks),
         )
-        # The first swap is not measured, because the first access to the pools' memory takes longer than later
-        # accesses.
+        # The first swap is not measured: the first access to the pools' memory is slower.
         self.move(there_and_back)
         self._synchronize()
         start = time.perf_counter()
@@ -112,10 +97,7 @@ class CacheEngine:
 
 
 def _move_blocks(source_pool: Tensor, destination_pool: Tensor, mapping: BlockMapping) -> None:
-    """Copy blocks one by one. On a GPU, each block is one contiguous transfer by the copy engine.
-
-    The blocks are not copied by a kernel, because the kernel would occupy multiprocessors that other kernels need. For
-    transfers of megabytes, a kernel that reads pinned memory is no faster than the copy engine.
-    """
+    """Copy blocks one by one. On a GPU, the copy engine moves each block, because a kernel would occupy
+    multiprocessors. For transfers of megabytes, a kernel that reads pinned memory is no faster."""
     for source, destination in zip(mapping.sources, mapping.destinations, strict=True):
         destination_pool[destination].copy_(source_pool[source], non_blocking=True)

@@ -1,11 +1,7 @@
-"""Finds rows of a decode step whose contexts begin with the same blocks, so that attention reads the shared blocks only
-once.
+"""Finds rows of a decode step whose contexts begin with the same blocks, so that attention reads shared blocks once.
 
-A row is one query token of the step. Rows with a shared prefix belong to requests with a long common prompt, to several
-outputs of one request, or to drafts of one sequence. A shared prefix is split into parts of `PART_KEYS` keys. Rows that
-share one part of a prefix also share all earlier parts of the prefix. An item is one part together with the rows for
-which an attention kernel reads the part once.
-"""
+A row is one query token. A shared prefix is split into parts of `PART_KEYS` keys. An item is one part with the rows for
+which an attention kernel reads the part once."""
 
 from array import array
 from collections import defaultdict
@@ -20,10 +16,7 @@ from kernels.attention.metadata import PART_KEYS, SharedParts
 from kernels.upload import upload
 
 _ITEMS_A_ROW = 2
-"""Number of items to allocate for each row of a step. Example: 256 rows share a prompt, and an item covers 16 rows and
-512 tokens. With 2 items for each row, the 256 rows can share the first 16,384 tokens of the prompt. Attention reads the
-prompt's further tokens separately for each row.
-"""
+"""Items to allocate per row of a step. With 2, 256 rows in items of 16 rows and 512 tokens can share 16,384 tokens."""
 
 
 class SharedRows(NamedTuple):
@@ -33,7 +26,7 @@ class SharedRows(NamedTuple):
     rows: list[int]
     num_parts: list[int]
     num_saved: int
-    """The number of key reads that sharing saves, because attention reads each key once for all rows of an item."""
+    """Key reads that sharing saves."""
 
 
 def find_shared(
@@ -47,14 +40,12 @@ def find_shared(
 ) -> SharedRows:
     """Find the parts of prefixes that several rows of a step share.
 
-    tables: each row's block table. contexts: the number of tokens to which each row attends. most_rows: the maximum
-    number of rows of an item.
-    """
+    tables: each row's block table. contexts: tokens to which each row attends. most_rows: maximum rows of an item."""
     items: list[tuple[int, int, int]] = []
     rows: list[int] = []
     num_parts = [0] * len(tables)
     num_saved = 0
-    # A row's context must have at least one key after the parts that the row shares.
+    # A row's context needs at least one key after the shared parts.
     groups = _sharing_rows(tables, (row for row, context in enumerate(contexts) if context > PART_KEYS), 0, 1)
     for part in range(most_parts):
         first, last = part * PART_KEYS // block_size, ((part + 1) * PART_KEYS - 1) // block_size + 1
@@ -79,7 +70,7 @@ def find_shared(
 
 
 def _sharing_rows(tables: "Sequence[array[int]]", rows: Iterable[int], first: int, last: int) -> list[list[int]]:
-    """Groups of two or more rows whose block tables are equal from index `first` up to, but not including, `last`."""
+    """Groups of two or more rows whose block tables are equal in [first, last)."""
     groups: defaultdict[bytes, list[int]] = defaultdict(list)
     for row in rows:
         groups[tables[row][first:last].tobytes()].append(row)
@@ -87,7 +78,7 @@ def _sharing_rows(tables: "Sequence[array[int]]", rows: Iterable[int], first: in
 
 
 class SharedInputs:
-    """Device buffers that describe a step's shared parts, at fixed addresses so that CUDA graphs can be replayed."""
+    """Device buffers for a step's shared parts, at fixed addresses for the replay of CUDA graphs."""
 
     def __init__(
         self,
@@ -99,12 +90,8 @@ class SharedInputs:
         block_size: int,
         device: torch.device,
     ) -> None:
-        """Allocate the device buffers.
-
-        most_rows: the maximum number of rows of an item. most_parts: the maximum number of parts of a row. room: the
-        maximum number of parts, shared or not, over all rows of a step. least_saved: the minimum number of key reads
-        that sharing must save in a step.
-        """
+        """most_rows: maximum rows of an item. most_parts: maximum parts of a row. room: maximum parts over all rows of
+        a step. least_saved: minimum key reads that sharing must save."""
         self._most_rows, self._longest, self._room, self._least_saved = most_rows, most_parts, room, least_saved
         self._block_size = block_size
         most_items = _ITEMS_A_ROW * max_num_rows
@@ -127,8 +114,7 @@ class SharedInputs:
 
     def fill(self, tables: "Sequence[array[int]]", contexts: Sequence[int], size: int) -> bool:
         """Store the shared parts of a step that is padded to `size` rows. Returns False if sharing saves too few key
-        reads.
-        """
+        reads."""
         found = self.find(tables, contexts, size)
         if found is None:
             return False
@@ -145,12 +131,10 @@ class SharedInputs:
         return True
 
     def tensors(self, size: int) -> SharedParts:
-        """The stored shared parts of a step, as tensors for the kernels. size: the step's rows, with padding."""
+        """The stored shared parts. size: rows of the step, padding included."""
         items: Tensor = self._items[: _ITEMS_A_ROW * size]
         return SharedParts(items, self._rows, self._num_parts[:size], self.most_parts(size))
 
     def most_parts(self, size: int) -> int:
-        """The maximum number of parts of one row in a step of `size` rows, which the number of allocated items also
-        limits.
-        """
+        """Maximum parts of one row in a step of `size` rows, limited by the number of items, too."""
         return min(self._longest, self._room // size, _ITEMS_A_ROW * self._most_rows)

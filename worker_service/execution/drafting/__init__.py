@@ -1,1 +1,1 @@
-"""Draft tokens by a draft model, or by a head that reads the target model's hidden states."""
+"""Drafts by a draft model, or by a head that reads the target model's hidden states."""

@@ -1,16 +1,11 @@
-"""A proposer that drafts with a smaller model. The draft model has the same vocabulary as the target model, and samples
-with the same random numbers.
+"""A proposer that drafts with a smaller model or a head, with the target's vocabulary and random numbers.
 
-The draft model has a KV cache of its own, whose blocks have the same numbers as the target's blocks. If the scheduler
-swaps, copies or reuses a block, the block is moved in both caches, so the scheduler need not know the draft model.
-While drafting costs more time than it saves, the draft model computes no tokens. Before its next draft, the draft model
-computes all tokens of the sequence that it has not computed.
+The draft cache has the target's block numbers, and blocks are moved in both caches, so the scheduler need not know the
+draft model. While drafting does not pay, the draft model computes nothing. Before its next draft, the draft model
+computes all missing tokens.
 
-The target samples the token with the largest sum of logit and noise. The noise is a function of seed, output, position
-and token (`kernels.sampling.noise`). The draft model adds the same noise to its own logits, so a draft equals the
-target's token more often than with independent noise. Source: drafter-invariant speculative decoding (Daliri, Musco and
-Suresh 2024).
-"""
+The target samples the token with the largest sum of logit and noise (`kernels.sampling.noise`). With the same noise,
+drafts are right more often. Source: drafter-invariant speculative decoding (Daliri, Musco and Suresh 2024)."""
 
 import time
 from collections.abc import Sequence
@@ -33,9 +28,8 @@ from worker_service.speculation.policy import StepCost
 
 
 class _Widened:
-    """A draft model whose logits are cut or padded to the target's vocabulary size. Only the padding of the two
-    vocabularies may differ.
-    """
+    """A draft model with logits cut or padded to the target's vocabulary size. Only the padding of the vocabularies may
+    differ."""
 
     def __init__(self, model: CausalModel, vocabulary_size: int) -> None:
         self.config = model.config
@@ -69,16 +63,14 @@ class _Widened:
 
 
 def with_vocabulary(model: CausalModel, vocabulary_size: int) -> CausalModel:
-    """A draft model that computes `vocabulary_size` logits: `model` itself, or `model` with cut or padded logits."""
     return model if model.config.vocabulary_size == vocabulary_size else _Widened(model, vocabulary_size)
 
 
 _NOTHING_TO_MOVE = SchedulerOutput(epoch=0, step_id=0)
 _NO_SEQUENCE = -1
 _FEW = 64
-"""Maximum tokens of a draft model's pass whose duration is used to estimate the cost of drafting. Passes with more
-tokens compute prompts, and need less time for each token.
-"""
+"""Maximum tokens of a pass whose duration is used to estimate drafting's cost. Longer passes compute prompts, and need
+less time per token."""
 
 
 class DraftRunner(Protocol):
@@ -88,7 +80,7 @@ class DraftRunner(Protocol):
     """The draft cache, with as many blocks as the target's cache."""
 
     def execute(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> ModelOutput:
-        """Compute cache slots [start, stop) of each chunk's sequence, and a draft token for each chunk that samples."""
+        """Compute cache slots [start, stop) of each chunk, and a draft for each chunk that samples."""
 
 
 class DraftModel:
@@ -103,11 +95,8 @@ class DraftModel:
         *,
         reads_next: bool = False,
     ) -> None:
-        """Create a proposer.
-
-        reads_next: whether keys and values of a token depend also on the next token, as in a head. The last token of a
-        sequence has no slot in a head's cache yet.
-        """
+        """reads_next: whether a token's keys and values also depend on the next token, as in a head. The last token of
+        a sequence then has no slot yet."""
         cache = runner.cache_engine
         self.cost: StepCost | None = StepCost(1 / max(1, prefill_tokens_per_second))
         self._runner = runner
@@ -115,29 +104,24 @@ class DraftModel:
         self._max_model_len = max_model_len
         self._max_num_batched_tokens = max_num_batched_tokens
         self._block_size = cache.device_blocks.shape[3]
-        # For each block, the number of leading slots whose keys and values in the draft cache belong to the target's
-        # tokens.
+        # For each block, the number of leading slots that are valid for the target's tokens.
         self._filled = np.zeros(len(cache.device_blocks), dtype=np.int64)
         self._filled_on_host = np.zeros(len(cache.host_blocks), dtype=np.int64)
-        # For each block, the sequence for which the target writes into this block in the current step.
+        # For each block, the sequence for which the target writes into it in the current step.
         self._writers = np.full(len(cache.device_blocks), _NO_SEQUENCE, dtype=np.int64)
 
     def most_behind(self, num_tokens: int) -> int:
-        """The maximum number of drafts after `num_tokens` tokens, by the draft model's maximum length. The last draft
-        needs no position, because the draft model does not compute it.
-        """
+        """Maximum drafts after `num_tokens` tokens. The last draft is not computed, and needs no position."""
         return max(0, self._max_model_len - num_tokens + 1)
 
     def step_begins(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> None:
-        """Move blocks in the draft cache as the step moves them in the target's cache. Mark the slots that the target
-        computes in this step as not computed by the draft model.
-        """
-        self._runner.cache_engine.move(output)
+        """Repeat the step's moves of blocks in the draft cache, and invalidate slots that the target computes."""
+        if output.moves_blocks:
+            self._runner.cache_engine.move(output)
         _move(self._filled, self._filled_on_host, output.blocks_to_swap_out)
         _move(self._filled_on_host, self._filled, output.blocks_to_swap_in)
         _move(self._filled, self._filled, output.blocks_to_copy)
-        # In a head's cache, the last slot of a block depends on the token after the block. Another token may follow
-        # after a copied block, so the last slot is not valid in the copy.
+        # In a head's cache, a block's last slot depends on the next block's first token, which may differ in the copy.
         if self._reads_next:
             copied = [*output.blocks_to_copy.sources, *output.blocks_to_copy.destinations]
             self._filled[copied] = np.maximum(self._filled[copied] - 1, 0)
@@ -150,12 +134,10 @@ class DraftModel:
             self._writers[chunk.sequence.block_ids[first : last + 1]] = chunk.sequence.sequence_id
 
     def propose(self, beginnings: Sequence[Beginning]) -> list[list[int]]:
-        """Draft tokens with several forward passes of the draft model. The first pass computes all tokens that the
-        draft model has not computed, and each further pass computes one draft token for each sequence.
+        """Draft tokens. The first pass computes all missing tokens, and each further pass one draft for each sequence.
 
-        A pass has at most as many tokens as a step of the target may have. A sequence whose tokens do not fit into the
-        first pass receives no drafts.
-        """
+        A pass has at most `max_num_batched_tokens` tokens; a sequence that does not fit into the first pass gets no
+        drafts."""
         drafts: list[list[int]] = [[] for _ in beginnings]
         numbers = [self._room(one) for one in beginnings]
         rows, chunks = [], []
@@ -168,8 +150,7 @@ class DraftModel:
             num_slots = one.num_tokens - self._reads_next
             start = self._num_filled(one.sequence, num_slots)
             if self._reads_next and start and start % self._block_size == 0:
-                # Another sequence may share the block before `start`. The block's last slot may have been computed for
-                # the other sequence's next token, so the slot is computed again.
+                # Another sequence may share this block, and may have computed the last slot for another next token.
                 start -= 1
             if numbers[row]:
                 start = min(start, num_slots - 1)
@@ -202,9 +183,7 @@ class DraftModel:
         return drafts
 
     def _pass(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[int], set[int]]:
-        """Compute one forward pass. Returns the draft tokens, and the ids of sequences for which sampling a draft
-        failed.
-        """
+        """Compute one forward pass. Returns the drafts, and the ids of sequences for which sampling failed."""
         began = time.perf_counter()
         answer = self._runner.execute(_NOTHING_TO_MOVE, chunks)
         num_tokens = sum(chunk.stop - chunk.start for chunk in chunks)
@@ -214,39 +193,34 @@ class DraftModel:
         return answer.token_ids, set(answer.failed_sequence_ids)
 
     def _room(self, one: Beginning) -> int:
-        """The number of requested drafts for which the sequence has blocks and the draft model has positions. The draft
-        model computes each draft except the last, in the slot and at the position of the draft.
-        """
+        """The number of requested drafts for which the sequence has blocks and the draft model has positions. The last
+        draft needs neither."""
         slots = min(len(one.sequence.block_ids) * self._block_size, self._max_model_len)
         return max(0, min(one.number, slots - one.num_tokens + 1))
 
     def _awaits_states(self, one: Beginning) -> bool:
-        """Whether the target computes some of the sequence's first tokens in this step, as part of another sequence. A
-        head cannot draft for such a sequence yet, because the target has not stored its hidden states of the first
-        tokens.
-        """
+        """Whether another sequence of this step still computes some of the sequence's first tokens. Without their
+        hidden states, a head cannot draft."""
         writers = self._writers[one.sequence.block_ids[: (one.num_tokens - 1) // self._block_size]]
         return bool(((writers != _NO_SEQUENCE) & (writers != one.sequence.sequence_id)).any())
 
     def _num_filled(self, sequence: SequenceState, num_slots: int) -> int:
-        """The number of leading slots of a sequence that the draft model has computed."""
+        """Number of leading slots that the draft model has computed."""
         firsts = np.arange(0, num_slots, self._block_size)
         filled = self._filled[sequence.block_ids[: len(firsts)]]
         (short,) = np.nonzero(filled < np.minimum(num_slots - firsts, self._block_size))
         return int(firsts[short[0]] + filled[short[0]]) if len(short) else num_slots
 
     def _note(self, chunk: ScheduledChunk) -> None:
-        """Record that the draft model has computed the slots of a chunk."""
+        """Record that the slots of a chunk are computed."""
         firsts = np.arange(chunk.start // self._block_size * self._block_size, chunk.stop, self._block_size)
         blocks = chunk.sequence.block_ids[firsts[0] // self._block_size :][: len(firsts)]
         self._filled[blocks] = np.minimum(chunk.stop - firsts, self._block_size)
 
 
 def _of_draft(one: Beginning) -> SequenceState:
-    """A copy of a sequence, cut after its first `num_tokens` tokens. The caller appends draft tokens to the copy.
-
-    The copy has no adapter and no output form, because the draft model ignores both.
-    """
+    """A copy that ends after the first `num_tokens` tokens. Adapter and output form are left out: the draft model
+    ignores both."""
     sampling = one.sequence.sampling
     if sampling.form or sampling.logprobs is not None or sampling.prompt_logprobs is not None:
         sampling = replace(sampling, form="", logprobs=None, prompt_logprobs=None)

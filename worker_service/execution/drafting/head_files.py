@@ -1,8 +1,5 @@
-"""The files of a head, which drafts tokens from the target model's hidden states.
-
-A head is either an EAGLE-3 head in a folder of its own, or the layer for multi-token prediction in the target's
-checkpoint. Every fault in a head's files raises a StartError.
-"""
+"""The files of a head: an EAGLE-3 head in its own folder, or the target's layer for multi-token prediction. Every fault
+in the files raises a StartError."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,13 +28,11 @@ from worker_service.speculative_config import SpeculativeConfig
 from worker_service.wording import reason
 
 _LAYER_NAMES = ("midlayer", "layers.0")
-"""The two names that an EAGLE-3 head's layer may have in a checkpoint. EAGLE's authors use the first name, and the
-library `speculators` uses the second name.
-"""
+"""The names of an EAGLE-3 head's layer in checkpoints by EAGLE's authors and by the library `speculators`."""
 
 
 class HeadFiles(Protocol):
-    """The files of a head, open for reading. Only `load` allocates memory for the head's weights."""
+    """The open files of a head. Only `load` allocates memory for weights."""
 
     @property
     def shape(self) -> CacheShape:
@@ -47,16 +42,14 @@ class HeadFiles(Protocol):
     def max_model_len(self) -> int: ...
 
     def check(self) -> list[int]:
-        """Check the head's weights, and return the maximum bytes of each weight, see `Network.check`."""
+        """The maximum bytes of each weight, see `Network.check`."""
 
     def load(self, target: Decoder) -> Head:
-        """Load the head, after the target's network. Raises StartError if the head cannot be loaded."""
+        """Load the head, after the target's network. Raises StartError."""
 
 
 def open_head(speculation: SpeculativeConfig, settings: WorkerSettings, target: Network) -> HeadFiles:
-    """Open the files of the head that `--speculative-config` names; download them if necessary. Raises StartError if
-    the head does not fit the target model.
-    """
+    """Open or download the head that `--speculative-config` names. Raises StartError if it does not fit the target."""
     if not isinstance(target.config, DecoderConfig):
         raise StartError(f"{speculation.flag} is for the families that run natively; {target.model_id} does not")
     if speculation.method == "mtp":
@@ -76,7 +69,7 @@ def _sizes(tensors: Sequence[Tensor]) -> list[int]:
 
 @dataclass(frozen=True)
 class MtpFiles:
-    """A head that is the target's layer for multi-token prediction. The layer is stored among the target's weights."""
+    """The layer for multi-token prediction among the target's weights."""
 
     target: Network
     config: DecoderConfig
@@ -116,7 +109,7 @@ class EagleFiles:
 
     checkpoint: Checkpoint
     weights: WeightFiles | None
-    """The weight files, or None for random weights."""
+    """None for random weights."""
     config: EagleConfig
     target: Network
 
@@ -147,7 +140,7 @@ class EagleFiles:
     def check(self) -> list[int]:
         blueprint = self._allocate(torch.device("meta")).checkpoint_tensors(self._layer_name)
         self.checkpoint.check(blueprint)
-        # The tensor t2d is not read, because the tensor d2t already tells which tokens of the vocabulary have a logit.
+        # t2d is not read, because d2t says which tokens have a logit.
         self.checkpoint.check_none_left({*blueprint, "d2t", "t2d"})
         self._token_ids()
         return _sizes([*blueprint.values()])
@@ -165,19 +158,15 @@ class EagleFiles:
 
     @property
     def _layer_name(self) -> str:
-        """The name of the head's layer in the checkpoint: one of `_LAYER_NAMES`.
-
-        If tensors of the checkpoint have both names or neither, the format of config.json determines the name.
-        """
+        """One of `_LAYER_NAMES`. If the tensors have both names or neither, the format of config.json decides."""
         first, other = reversed(_LAYER_NAMES) if "transformer_layer_config" in self.checkpoint.config else _LAYER_NAMES
         names = [] if self.weights is None else [*self.weights.dtypes]
         has_first, has_other = (any(name.startswith(f"{layer}.") for name in names) for layer in (first, other))
         return other if has_other and not has_first else first
 
     def _token_ids(self) -> Tensor | None:
-        """The token id to which each logit of the head belongs, or None if logit i belongs to token i. The tensor `d2t`
-        stores each token id minus the index of the logit.
-        """
+        """The token id of each logit, or None if logit i is token i. `d2t` stores the token id minus the logit's
+        index."""
         number, size, path = self.config.draft_vocabulary_size, self.config.layer.vocabulary_size, self.checkpoint.path
         if self.weights is None or not _has(self.weights, "d2t"):
             if number < size and self.weights is not None:
@@ -196,7 +185,7 @@ class EagleFiles:
 def _read_config(checkpoint: Checkpoint, target: DecoderConfig, file: Path) -> EagleConfig:
     try:
         return EagleConfig.from_json(checkpoint.config, target)
-    # The file config.json is untrusted, and code that reads an untrusted file may raise any exception.
+    # Code that reads an untrusted file may raise any exception.
     except Exception as error:
         raise StartError(f"{file}: {reason(error)}") from error
 

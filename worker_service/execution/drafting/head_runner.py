@@ -1,11 +1,8 @@
 """Computes the passes of a head, which drafts in place of a draft model.
 
-The head computes a token's keys and values from the target's hidden state of the token and from the *next* token. The
-next token of a sequence's last token is not known, so the last token has no slot in the head's cache yet. The last slot
-of a block depends on the first token of the next block. If two sequences share a block, their next blocks may begin
-with different tokens. The shared block's last slot is then right for only one of the two sequences. Drafts of the other
-sequence may be wrong, but the target rejects wrong drafts.
-"""
+A token's keys and values depend on the target's hidden state and on the *next* token. A sequence's last token therefore
+has no slot in the head's cache yet. A shared block's last slot is right for only one of two sequences with different
+next blocks. The target rejects wrong drafts."""
 
 from array import array
 from collections.abc import Sequence
@@ -18,7 +15,7 @@ from pagewire_common.start_error import StartError
 from worker_service.errors import is_out_of_memory
 from worker_service.execution.cache.cache_engine import CacheEngine
 from worker_service.execution.sampling.sampler import sample
-from worker_service.execution.steps.batch import build_batch
+from worker_service.execution.steps.model_runner import build_batch
 from worker_service.models.decoders.decoder import Decoder
 from worker_service.models.decoders.head_layer import Head
 from worker_service.session.session import ScheduledChunk, SequenceState
@@ -30,10 +27,8 @@ class HeadRunner:
     """Computes the forward passes of a head for `DraftModel`."""
 
     def __init__(self, head: Head, cache_engine: CacheEngine, target: Decoder) -> None:
-        """Make the target store its hidden states in the head's cache.
-
-        Raises StartError if a trial pass of the head fails.
-        """
+        """Make the target store its hidden states in the head's cache. Raises StartError if a trial pass of the head
+        fails."""
         self.cache_engine = cache_engine
         self._head = head
         cache = cache_engine.device_blocks
@@ -41,22 +36,20 @@ class HeadRunner:
         target.show_states(head.states_before, lambda states, slots: head.read(states, slots, cache))
 
     def _try(self) -> None:
-        """Compute one token with the head, so that errors in the head are found before the worker serves."""
         sequence = SequenceState(0, array(TOKENS, [0, 0]), 1, 0, array(TOKENS, [0, 0]), SamplingParams())
         try:
             self.execute(SchedulerOutput(epoch=0, step_id=0), [ScheduledChunk(sequence, 0, 1, samples=True)])
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            raise StartError(f"the head that guesses cannot be computed: {reason(error)}") from error
+            raise StartError(f"the head that drafts cannot be computed: {reason(error)}") from error
 
     @torch.inference_mode()
     def execute(self, _: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> ModelOutput:
-        """Compute slots [start, stop) of each chunk's sequence, and draft the token at index `stop + 1`. The token at
-        index `stop` is already known.
+        """Compute slots [start, stop) of each chunk, and draft the token at index `stop + 1`; the token at `stop` is
+        known.
 
-        To draft the token after a draft, the head uses its own hidden state, stored in slot `stop`. When the target
-        computes the token at `stop`, the target's hidden state replaces the head's state in the slot.
+        To draft on, the head stores its own hidden state in slot `stop`, until the target's hidden state replaces it.
         """
         cache = self.cache_engine.device_blocks
         block_size = cache.shape[3]
@@ -73,9 +66,8 @@ class HeadRunner:
         stops = accumulate(chunk.stop - chunk.start for chunk in chunks)
         last = [stop - 1 for stop, chunk in zip(stops, chunks, strict=True) if chunk.samples]
         states = states[upload(last, torch.int64, cache.device)]
-        # If the worker launches steps ahead, the target may already have stored its hidden state in slot `stop`. The
-        # head must not overwrite the target's state, so the head stores its state only in slots that the target has not
-        # computed.
+        # If steps are launched ahead, the target may already have stored its hidden state in slot `stop`. The head must
+        # not overwrite it.
         keeping = [
             (row, chunk.sequence.block_ids[chunk.stop // block_size] * block_size + chunk.stop % block_size)
             for row, chunk in enumerate(sampling)

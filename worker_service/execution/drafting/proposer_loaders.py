@@ -1,7 +1,4 @@
-"""Loads the proposer of draft tokens that the settings name: an n-gram search, a draft model or a head.
-
-Draft models and heads are loaded together with the target model. Their KV caches have the target's block numbers.
-"""
+"""Loads the proposer of drafts that the settings name: an n-gram search, a draft model or a head."""
 
 from pagewire_common.start_error import StartError
 from worker_service.execution.cache.cache_engine import CacheEngine, CacheShape
@@ -22,10 +19,8 @@ from worker_service.speculation.ngram import Ngrams
 
 
 class ProposerLoader:
-    """Loads a proposer of draft tokens. Only `load` allocates memory for the proposer's weights.
-
-    This base class is used for the n-gram search and without speculation, because neither needs weights.
-    """
+    """Loads a proposer. This base class serves the n-gram search and workers without speculation, which need no
+    weights."""
 
     def __init__(self, settings: WorkerSettings, max_model_len: int) -> None:
         self._settings = settings
@@ -33,28 +28,22 @@ class ProposerLoader:
 
     @property
     def shapes(self) -> list[CacheShape]:
-        """The shape of a block in the proposer's cache, or an empty list if the proposer has no cache."""
+        """The shape of a block in the proposer's cache; empty without a cache."""
         return []
 
     def check(self) -> list[int]:
-        """Check the proposer's weights, and return the maximum bytes of each weight, see `Network.check`."""
+        """The maximum bytes of each weight, see `Network.check`."""
         return []
 
     def load(self, target: CausalModel) -> None:
-        """Load the proposer, after the target's network. Raises StartError if the proposer cannot be loaded."""
+        """Load the proposer, after the target's network. Raises StartError."""
 
     def measure(self, speed: int) -> None:
-        """Find the proposer's prefill speed. A draft model is measured, and a head uses the target's speed.
-
-        speed: the target's prefill tokens a second, measured after the proposer's weights were loaded.
-        """
+        """Find the proposer's prefill speed. speed: the target's prefill tokens a second, which a head uses."""
 
     def attach(self, cache: CacheEngine) -> None:
-        """Give the proposer its KV cache. `attach` must be called before the target's CUDA graphs are captured, because
-        the graphs may store hidden states in a head's cache.
-
-        Raises StartError.
-        """
+        """Give the proposer its KV cache, before the target's CUDA graphs are captured: they may store hidden states in
+        it. Raises StartError."""
 
     def proposer(self) -> Proposer | None:
         """Create the proposer, after the target's CUDA graphs are captured."""
@@ -65,9 +54,7 @@ class ProposerLoader:
 def open_proposer_loader(
     settings: WorkerSettings, target: Network, max_model_len: int, sliding_window: int
 ) -> ProposerLoader:
-    """The loader of the proposer that `--speculative-config` names. Raises StartError if this proposer cannot draft for
-    the target model.
-    """
+    """The loader that `--speculative-config` names. Raises StartError if the proposer cannot draft for the target."""
     speculation = settings.speculation
     if speculation is None or speculation.method == "ngram":
         return ProposerLoader(settings, max_model_len)

@@ -1,4 +1,4 @@
-"""Loads an encoder. An encoder has no cache and does not sample."""
+"""Loads an encoder, which has no cache and does not sample."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ class EncoderLoader(Loader):
     """Loads a network that reads whole texts and returns vectors or scores."""
 
     def __init__(self, settings: WorkerSettings, target: Network) -> None:
-        """Check that the flags suit an encoder and that the longest text fits into a step, see `Loader`."""
+        """Raises StartError if a flag does not suit an encoder, or if the longest text does not fit into a step."""
         _check_flags(settings, target)
         super().__init__(settings, target)
         if settings.max_num_batched_tokens < self.max_model_len:
@@ -32,38 +32,32 @@ class EncoderLoader(Loader):
         self._runner: EncoderRunner
 
     def check(self) -> list[int]:
-        """Check the network that `load` will load, see `Loader`."""
         return self.target.check()
 
     def load(self) -> None:
-        """Load the network and create its runner, see `Loader`."""
         self._model, self.adapters = self.target.load()
         self._runner = EncoderRunner(self._model, self.target.device)
 
     def measure(self) -> int:
-        """Measure the speed of the encoder with texts of the maximum length, see `Loader`."""
+        """Measure the speed with texts of the maximum length."""
         most_tokens, num_labels = self.settings.max_num_batched_tokens, self._model.config.num_labels
         return measure_encoder(self._runner, self.max_model_len, most_tokens, num_labels)
 
     def make_ready(self) -> EncoderRunner:
-        """The encoder's runner, see `Loader`."""
         return self._runner
 
     def info(self, fingerprint: str, speed: int) -> WorkerInfo:
-        """The model's properties, see `Loader`. A classifier has no pooling type."""
+        """A classifier has no pooling type."""
         found = super().info(fingerprint, speed)
         return replace(found, pooling_type=None) if self._model.config.num_labels else found
 
     def limits(self) -> Limits:
-        """The limits of a step, together with the length of the encoder's vectors or its number of labels, see
-        `Loader`.
-        """
         num_labels = self._model.config.num_labels
         embedding_size = 0 if num_labels else self.target.config.hidden_size
         return replace(super().limits(), embedding_size=embedding_size, num_labels=num_labels)
 
     def explain(self, error: Exception) -> StartError:
-        """Explain an error of any type, because transformers' code may fail on unusual values in config.json."""
+        """Explain an error of any type: for unusual values in config.json, transformers' code may raise any."""
         settings = self.settings
         if is_out_of_memory(error):
             return StartError(f"{settings.model} does not fit into the memory of {self.target.device.type}")

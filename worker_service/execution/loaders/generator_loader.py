@@ -1,4 +1,4 @@
-"""Loads a model that generates text: its decoder, its encoder if any, its KV cache, and optional features."""
+"""Loads a model that generates text: network, KV cache and optional features."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,18 +35,17 @@ class GeneratorLoader(Loader):
     """Loads the network and its proposer of drafts, and allocates memory for adapters and for KV caches."""
 
     def __init__(self, settings: WorkerSettings, target: Network) -> None:
-        """Read the generation config and open the proposer, see `Loader`."""
         generation = _read_generation_config(target)
         super().__init__(settings, target)
         config, ranks = target.config, target.ranks
         self._aligner = Aligner.read(generation, config) if target.max_encoder_len else None
         window = config.sliding_window
-        # A sliding window that is as long as the longest sequence is reported as no window. The scheduler caches
-        # prefixes only for models without a sliding window.
+        # The scheduler caches prefixes only for models without a sliding window. A window as long as the longest
+        # sequence counts as none.
         self._sliding_window = 0 if window is None or window >= self.max_model_len else window
         self._proposer_loader = open_proposer_loader(settings, target, self.max_model_len, self._sliding_window)
         follows = settings.forms and ranks.size == 1
-        # The process that computes masks for output forms starts now, while the model is being loaded.
+        # The process for output forms starts while the model is being loaded.
         self._forms = Forms.load(target.tokenizer_files, config.vocabulary_size) if follows else None
         self._shapes = [target.shape, *self._proposer_loader.shapes]
         self._block_bytes = ranks.gather_numbers(sum(shape.block_bytes for shape in self._shapes))
@@ -58,18 +57,15 @@ class GeneratorLoader(Loader):
         self._proposer: Proposer | None = None
 
     def check(self) -> list[int]:
-        """Check the network, the room for adapters and the proposer, see `Loader`."""
         return self.target.check(self._room) + self._proposer_loader.check()
 
     def load(self) -> None:
-        """Load the network and the proposer, and allocate the adapters' slots, see `Loader`."""
         self._model, self.adapters = self.target.load(self._room)
         if self.settings.max_loras and not self.adapters.shapes:
             raise StartError(f"--max-loras: {self.target.model_id} has no projection that adapters can be applied to")
         self._proposer_loader.load(self._model)
 
     def measure(self) -> int:
-        """Measure the prefill speeds of the network and of the proposer, see `Loader`."""
         shape, device, most_tokens = self.target.shape, self.target.device, self.settings.max_num_batched_tokens
         if self.target.max_encoder_len:
             speed = measure_encoder_decoder(self._model, shape, device, most_tokens)
@@ -79,7 +75,6 @@ class GeneratorLoader(Loader):
         return speed
 
     def make_ready(self) -> Runner:
-        """Allocate the KV caches and capture CUDA graphs, see `Loader`."""
         target, settings = self.target, self.settings
         self._count_blocks()
         counts = self._num_device_blocks, self._num_host_blocks
@@ -97,13 +92,10 @@ class GeneratorLoader(Loader):
         return ModelRunner(self._model, self._cache, graphs, self._forms, self.adapters)
 
     def _count_blocks(self) -> None:
-        """Choose the number of device blocks. If a sequence of the maximum length needs more blocks, reduce the maximum
-        length.
-        """
+        """Choose the number of device blocks. If they are too few for the maximum length, reduce the maximum length."""
         target, settings = self.target, self.settings
         longest = self.max_model_len + target.max_encoder_len
-        # A model whose positions are scaled may allow sequences that are far too long for the KV cache of a small
-        # machine.
+        # With scaled positions, a model may allow sequences too long for a small machine's KV cache.
         least = target.unscaled_len + target.max_encoder_len if settings.max_model_len is None else longest
         self._num_device_blocks = count_device_blocks(
             target.device, self._shapes, longest, self._sliding_window, settings, target.ranks, least
@@ -119,7 +111,6 @@ class GeneratorLoader(Loader):
         self.max_model_len = found
 
     def drafter(self, runner: Runner, speed: int) -> Drafter | None:
-        """The drafter of the first rank, or None, see `Loader`."""
         if self._proposer is None:
             return None
         return Drafter(
@@ -131,7 +122,6 @@ class GeneratorLoader(Loader):
         )
 
     def info(self, fingerprint: str, speed: int) -> WorkerInfo:
-        """The properties that the scheduler needs, including features and swap speed, see `Loader`."""
         return replace(
             super().info(fingerprint, speed),
             features=self._features(),
@@ -152,7 +142,6 @@ class GeneratorLoader(Loader):
         return tuple(features)
 
     def limits(self) -> Limits:
-        """The limits of a step, including the limits of blocks, adapters and drafts, see `Loader`."""
         settings, config, max_encoder_len = self.settings, self.target.config, self.target.max_encoder_len
         return replace(
             super().limits(),
@@ -169,7 +158,6 @@ class GeneratorLoader(Loader):
         )
 
     def explain(self, error: Exception) -> StartError | None:
-        """Explain an out-of-memory error, see `Loader`."""
         if not is_out_of_memory(error):
             return None
         return StartError(
@@ -179,18 +167,16 @@ class GeneratorLoader(Loader):
 
 
 def _read_generation_config(target: Network) -> GenerationConfig:
-    """Read the sampling defaults in the checkpoint's generation config. Schedulers use them as defaults of requests.
-
-    Raises StartError if the sampling defaults contradict each other.
-    """
+    """Read the checkpoint's sampling defaults, which schedulers use. Raises StartError if they contradict each
+    other."""
     found = GenerationConfig.read(target.checkpoint.config, target.checkpoint.generation, target.config.vocabulary_size)
     GenerationDefaults.of(found)
     if target.ranks.rank == 0 and (chosen := found.chosen_by_requests):
-        log.info(f"{found.file} prefers a decoding method that requests have if they ask for it", **chosen)
+        log.info(f"{found.file} prefers a decoding method, which only requests that ask for it get", **chosen)
     return found
 
 
 def _slowest(bytes_per_second: int, block_bytes: Sequence[int], ranks: Ranks) -> int:
-    """Swap speed of whole blocks in bytes a second. A block is swapped when the slowest rank has moved its part."""
+    """Bytes a second of whole blocks. A block is swapped when the slowest rank has moved its part."""
     speeds = ranks.gather_numbers(bytes_per_second)
     return 0 if 0 in speeds else round(sum(block_bytes) / max(map(truediv, block_bytes, speeds)))

@@ -1,4 +1,4 @@
-"""The interface of loaders: the methods that load a model. Each kind of model has a loader of its own."""
+"""The interface of loaders."""
 
 from abc import ABC, abstractmethod
 
@@ -13,13 +13,11 @@ from worker_service.speculation.drafter import Drafter
 
 
 class Loader(ABC):
-    """Loads one model. The caller calls each method of a loader once, in the order in which the methods are defined.
-
-    The methods before `load` allocate no memory for weights.
-    """
+    """Loads one model. Each method is called once, in the order of definition. Methods before `load` allocate no memory
+    for weights."""
 
     adapters: Adapters
-    """The model's LoRA adapters, set by `load`."""
+    """Set by `load`."""
 
     def __init__(self, settings: WorkerSettings, target: Network) -> None:
         """Raises StartError if the settings do not fit the model."""
@@ -29,9 +27,7 @@ class Loader(ABC):
 
     @abstractmethod
     def check(self) -> list[int]:
-        """Check the files of the weights before any memory is allocated. Returns each weight's maximum bytes, see
-        `Network.check`.
-        """
+        """Check the weights' files. Returns each weight's maximum bytes, see `Network.check`."""
 
     @abstractmethod
     def load(self) -> None:
@@ -43,20 +39,15 @@ class Loader(ABC):
 
     @abstractmethod
     def make_ready(self) -> Runner:
-        """Allocate the KV cache, if the model has one, and create the runner. Raises the errors that `load` raises."""
+        """Allocate the KV cache, if any, and create the runner. Raises the errors that `load` raises."""
 
     def drafter(self, runner: Runner, speed: int) -> Drafter | None:
-        """The drafter of draft tokens in the first rank, or None in other ranks and without speculation.
-
-        speed: the result of `measure`.
-        """
+        """The first rank's drafter, or None in other ranks and without speculation. speed: the result of `measure`."""
         del runner, speed
         return None
 
     def info(self, fingerprint: str, speed: int) -> WorkerInfo:
-        """The model's properties that the scheduler needs. All ranks must call this method, because the ranks may
-        exchange measurements in it.
-        """
+        """All ranks must call this method, because they may exchange measurements."""
         target = self.target
         return WorkerInfo(
             model_id=target.model_id,
@@ -73,7 +64,6 @@ class Loader(ABC):
         )
 
     def limits(self) -> Limits:
-        """The limits of a step."""
         return Limits(
             block_size=self.settings.block_size,
             num_device_blocks=0,
@@ -86,7 +76,7 @@ class Loader(ABC):
 
     @abstractmethod
     def explain(self, error: Exception) -> StartError | None:
-        """A StartError that explains an error of loading, or None if the error is a fault of the worker's own code."""
+        """A StartError that explains an error of loading, or None for a fault of the worker's own code."""
 
 
 def _choose_max_model_len(settings: WorkerSettings, most: int) -> int:

@@ -1,3 +1,1 @@
-"""Samples tokens from logits: edits of logits, output forms, choice of tokens, log-probabilities, pooling and
-transcripts.
-"""
+"""Samples tokens from logits, and computes log-probabilities, pooled vectors and transcripts."""

@@ -1,14 +1,10 @@
 """Computes the times of a transcript's tokens, by cross attention to the audio and dynamic time warping.
 
-Some cross-attention heads of Whisper's decoder attend to the part of the audio in which a token is spoken. The key
-`alignment_heads` of generation_config.json lists these heads. The attention weights of these heads are standardised
-over the tokens and smoothed over the audio. The resulting scores tell how well each token matches each part of the
-audio. Dynamic time warping finds the best path through the matrix of scores. Sources of the algorithm: Radford et al.,
-2023; transformers; Whisper's own code.
+Whisper's alignment heads (`alignment_heads` of generation_config.json) attend to the part of the audio in which a token
+is spoken. Their attention weights, standardised over tokens and smoothed over the audio, score how well tokens match
+parts of the audio. Sources: Radford et al., 2023; transformers; Whisper's own code.
 
-The times of a prompt are computed at once, after the prompt's last chunk. Until then, the sequence's state stores the
-queries of all chunks. The times therefore do not depend on the sizes of the chunks.
-"""
+The queries of all chunks are kept until the prompt's last chunk, so the times do not depend on chunk sizes."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -30,21 +26,14 @@ from worker_service.session.session import ScheduledChunk, SequenceState
 
 @dataclass(frozen=True)
 class Aligner:
-    """Computes the times at which the tokens of a transcript are spoken. The transcript is sent as a prompt.
-
-    heads: for each layer, the numbers of the alignment heads. filter_width: the number of encoder tokens over which
-    attention weights are smoothed, an odd number.
-    """
+    """heads: alignment heads by layer. filter_width: encoder tokens over which attention weights are smoothed; odd."""
 
     heads: Mapping[int, list[int]]
     filter_width: int
 
     @classmethod
     def read(cls, generation: GenerationConfig, config: Any) -> "Aligner | None":
-        """The aligner of a model, or None if the generation config lists no heads.
-
-        Raises StartError if the generation config lists a head that the network does not have.
-        """
+        """None if the generation config lists no heads. Raises StartError if the network lacks a listed head."""
         heads = defaultdict(list)
         for layer, head in generation.keys.get("alignment_heads", []):
             if layer >= config.num_layers or head >= config.num_kv_heads:
@@ -56,13 +45,11 @@ class Aligner:
         return cls(dict(heads), config.median_filter_width) if heads else None
 
     def take(self, chunk: ScheduledChunk, queries: Mapping[int, Tensor], cache: Tensor) -> Tensor | None:
-        """Store the queries of a chunk of a prompt. After the prompt's last chunk, returns the tokens' times, [1,
-        dimensions] float32, in encoder tokens.
+        """Store a chunk's queries. After the prompt's last chunk, returns the tokens' times, [1, dimensions] float32,
+        in encoder tokens.
 
-        queries: the scaled queries of cross attention in each layer, [chunk's tokens, num_heads, head_dim]. cache: see
-        `CausalModel.forward`. Raises InvalidStepError if this worker has not computed the sequence's tokens before the
-        chunk.
-        """
+        queries: scaled cross-attention queries by layer, [chunk's tokens, num_heads, head_dim]. Raises InvalidStepError
+        if this worker has not computed the earlier tokens."""
         sequence = chunk.sequence
         own = torch.cat([queries[layer][:, heads] for layer, heads in self.heads.items()], dim=1).float()
         if chunk.start:
@@ -81,9 +68,8 @@ class Aligner:
         return torch.from_numpy(first_columns(-matches.double().cpu().numpy())[None].astype(np.float32))
 
     def _keys(self, encoder: SequenceState, num_tokens: int, cache: Tensor) -> Tensor:
-        """Cross-attention keys of the first `num_tokens` encoder tokens, [num_tokens, heads, head_dim] float32. The
-        alignment heads are in the order of the field `heads`.
-        """
+        """Cross-attention keys of the first `num_tokens` encoder tokens, [num_tokens, alignment heads, head_dim]
+        float32."""
         block_size = cache.shape[3]
         table = torch.tensor(encoder.block_ids[: -(-num_tokens // block_size)], device=cache.device)
         found = []
@@ -95,13 +81,9 @@ class Aligner:
 
 
 def _matches(weights: Tensor, filter_width: int) -> Tensor:
-    """Scores of how well each token matches each part of the audio, [tokens, sound tokens].
-
-    weights: attention weights, [heads, tokens, sound tokens] float32.
-    """
+    """Scores, [tokens, sound tokens], from attention weights, [heads, tokens, sound tokens] float32."""
     deviation, mean = torch.std_mean(weights, dim=1, keepdim=True, correction=0)
-    # If the deviation over the tokens is 0, all tokens match this part of the audio equally well, and their scores are
-    # 0.
+    # With no deviation over the tokens, all tokens match this part of the audio equally well.
     standard = torch.where(deviation > 0, (weights - mean) / deviation, 0.0)
     margin = filter_width // 2
     if standard.shape[2] > margin:
@@ -111,18 +93,14 @@ def _matches(weights: Tensor, filter_width: int) -> Tensor:
 
 
 def first_columns(costs: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    """For each row of a matrix of costs, the first column on the cheapest path from the first to the last cell of the
-    matrix.
+    """For each row, the first column on the cheapest path from the first to the last cell.
 
-    costs: shape [rows, columns]. Each move of the path goes to the next row, to the next column, or to both. If several
-    moves cost the same, the path goes to the next column, as in transformers. Sums of costs are float32, and are
-    computed one diagonal of the matrix at a time. The sum at a cell needs only the two diagonals before it. A matrix of
-    450 rows and 1,500 columns took 77 ms on a busy machine.
-    """
+    costs: shape [rows, columns]. A move goes to the next row, the next column, or both. Of equally cheap moves, the
+    next column wins, as in transformers. Sums are float32, one diagonal at a time. A matrix of 450 rows and 1,500
+    columns took 77 ms on a busy machine."""
     num_rows, num_columns = costs.shape
     steps = np.full((num_rows + num_columns + 1, num_rows + 1), -1, dtype=np.int8)
-    # The cost of the cheapest path to each cell of the diagonal before the last one. On a diagonal, row + column is
-    # constant.
+    # Costs of the cheapest paths to the cells of the diagonal before the last. On a diagonal, row + column is constant.
     before_last = np.full(num_rows + 1, np.inf, dtype=np.float32)
     last = before_last.copy()
     before_last[0] = 0.0

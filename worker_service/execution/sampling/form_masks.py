@@ -1,6 +1,4 @@
-"""Masks of the tokens that output forms (grammars) allow next. The device thread waits for a step's masks before it
-samples.
-"""
+"""Masks of the tokens that output forms (grammars) allow next."""
 
 from collections.abc import Sequence, Set
 from concurrent.futures import Future
@@ -14,30 +12,25 @@ from worker_service.session.session import SequenceState
 
 class FoundMasks(NamedTuple):
     masks: npt.NDArray[np.uint8]
-    """Shape [rows, bytes]: for each row of logits, a bit for each token of the vocabulary that is allowed next."""
+    """[rows, bytes]: a bit for each token of the vocabulary."""
     late: Set[int]
-    """Ids of sequences without a mask in this step, because their masks are late."""
+    """Ids of sequences whose masks are late."""
 
 
 class FormMasks:
-    """The masks that a step needs, and that another process computes. A sequence with an output form that samples has
-    one mask after its last token, and one after each draft.
-    """
+    """The masks of a step, which another process computes: after the last token and after each draft of a sequence that
+    samples."""
 
     def __init__(self, rows: dict[tuple[int, int], int], found: "Future[FoundMasks]") -> None:
         self._rows = rows  # key: sequence id and number of tokens
         self._found = found
 
     def of(self, sequences: Sequence[SequenceState]) -> npt.NDArray[np.uint8]:
-        """Wait for the step's masks. Returns shape [sequences, bytes] with a bit for each token, the lowest bit of a
-        byte first.
+        """Wait for the step's masks. Returns [sequences, bytes], a bit for each token, the lowest bit of a byte first.
 
-        A mask has no set bit if the sequence's output form allows no further token, or if the mask is late.
-        """
+        No bit is set if the form allows no token, or if the mask is late."""
         return self._found.result().masks[[self._rows[one.sequence_id, len(one.token_ids)] for one in sequences]]
 
     def late(self) -> Set[int]:
-        """Ids of late sequences. A late sequence samples no token in this step, because the process that computes masks
-        has not read all tokens of the sequence.
-        """
+        """Ids of sequences that sample no token in this step, because the process has not read all their tokens."""
         return self._found.result().late if self._rows else frozenset()

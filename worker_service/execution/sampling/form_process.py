@@ -1,28 +1,20 @@
-"""A process that computes the masks of output forms (grammars) outside of the worker.
+"""A process that computes the masks of output forms (grammars), and that the worker can kill.
 
-Computing a single mask can take seconds, and the library llguidance cannot be interrupted. Masks are therefore computed
-in a process that the worker can kill. The arguments of the process are the tokenizer's file, the size of the
-vocabulary, and the end-of-sequence tokens. The process's stdin is a socket to the worker.
+A mask can take seconds, and llguidance cannot be interrupted. Arguments: the tokenizer's file, the vocabulary's size,
+and the end-of-sequence tokens. Stdin is a socket to the worker.
 
-The started process reads the tokenizer, which can take seconds. For each socket that the worker sends, the started
-process forks a child process that computes masks. A fork takes milliseconds, and the child process shares the
-tokenizer's memory. The started process has no threads, because a forked child would not have them. When the worker
-ends, the started process and its children end.
+The process reads the tokenizer, which can take seconds, and forks a child for each socket that the worker sends. A fork
+takes milliseconds and shares the tokenizer's memory. The process has no threads, because a forked child would lack
+them.
 
-An output that is new to a child process may already have thousands of tokens, which the child process has to read. The
-child process reads such tokens in time slices of `SLICE_SECONDS`, one slice in each step. Masks of other outputs
-therefore wait for at most one slice. Until the child process has read all tokens of an output, its answers for the
-output are late. A late answer contains no mask, and the output gains no token in the step.
+A child reads the tokens of new outputs in slices of `SLICE_SECONDS`, one slice a step. Until all tokens are read, an
+output is late: the answer has no mask, and the output gains no token.
 
-Each step also has one time slice for compiling grammars. A compilation may take longer than its slice. The next
-compilation is delayed by the time that the last one took, so that other outputs gain tokens in between. Until the
-grammar of an output is compiled, the output is late. In an earlier version, one step compiled the grammars of all its
-outputs. In that version, 60 grammars of 0.2 s each stopped all streams of a worker for 24 s.
+Compiling grammars also has one slice a step. After a compilation, the next waits as long as the last took. Without this
+pause, 60 grammars of 0.2 s each stopped all streams of a worker for 24 s.
 
-All masks of a step together take at most `MAX_SECONDS`. Masks that are not computed within this limit are late. In an
-earlier version without this limit, 200 outputs of the grammar `s: "=" | s s`, with 0.1 s for each mask, stopped all
-streams of a worker for 20 s.
-"""
+All masks of a step together take at most `MAX_SECONDS`. The remaining masks are late. Without this limit, 200 outputs
+of the grammar `s: "=" | s s`, at 0.1 s a mask, stopped all streams for 20 s."""
 
 import ctypes
 import os
@@ -46,38 +38,28 @@ from pagewire_common.processes.child_process import end_with_the_parent, leave_s
 from worker_service.execution.sampling.form_tokenizer import form_tokenizer
 
 MAX_KEPT = 32
-"""Maximum number of compiled grammars that a child process keeps. Most grammars need less than 1 MB of memory; a few
-need tens of MB.
-"""
+"""Compiled grammars that a child keeps. Most need less than 1 MB, a few tens of MB."""
 MAX_MEMORY = 4 << 30
-"""Maximum bytes of the address space of a child process."""
+"""Bytes of a child's address space."""
 SLICE_SECONDS = 0.01
-"""Maximum CPU time of a step, in seconds, for reading the tokens of all outputs that are new to the process. A forward
-pass takes about as long. In one slice a matcher reads 6,000 tokens of JSON. In a right-recursive list, reading a token
-takes up to 0.25 ms before the list exceeds llguidance's limit.
-"""
+"""CPU seconds of a step for reading tokens of new outputs, about one forward pass. A slice reads 6,000 tokens of JSON.
+In a right-recursive list, a token takes up to 0.25 ms before llguidance's limit ends the list."""
 FEW_TOKENS = 16
-"""Maximum unread tokens of an output that is not new to the process, for example after accepted drafts. Each output
-that is not new has a time slice of its own.
-"""
+"""Maximum unread tokens of an output that is not new, such as accepted drafts. Each of these outputs has its own
+slice."""
 HEAD = struct.Struct("<dqI?")
-"""The header of an answer, which precedes the mask, has four fields. The first field is the CPU time in seconds since
-the previous answer, without compiling. The second field is the growth of the process's memory in bytes. The third field
-is the number of tokens that the matcher has read. The fourth field is true if the answer is late, because the matcher
-has not read all tokens.
-"""
+"""The header before a mask: CPU seconds since the last answer without compiling, growth of memory in bytes, number of
+tokens read, and whether the answer is late."""
 READY, FORK = b"\0", b"f"
 MAX_REASON = 1000
 
 
 class Work(NamedTuple):
-    """The work for one output in one step: read the output's new `token_ids`. If the output `samples`, also compute a
-    mask after the tokens and a mask after each draft.
+    """The work for one output in one step: read `token_ids` and, if the output `samples`, compute a mask after them and
+    after each draft.
 
-    The first `Work` for an output contains its `form` and all of its tokens. If the work is `alone`, the grammar is
-    compiled separately for this output. After a late answer, the next `Work` does not repeat the tokens that the
-    matcher has not read yet.
-    """
+    The first `Work` of an output has its `form` and all tokens. `alone`: the grammar is compiled for this output only.
+    Unread tokens of a late output are not sent again."""
 
     key: int
     form: str
@@ -92,20 +74,18 @@ class _Output:
     form: str
     is_alone: bool
     matcher: LLMatcher | None = None
-    """The matcher of the output's grammar, or None until the grammar is compiled."""
+    """None until the grammar is compiled."""
     unread: deque[int] = field(default_factory=deque)
 
 
 class _Memory:
-    """Measures the memory of this process."""
-
     def __init__(self) -> None:
         self._file = os.open("/proc/self/statm", os.O_RDONLY)
         self._page = resource.getpagesize()
         self._bytes = self._read()
 
     def growth(self) -> int:
-        """Bytes by which the process's memory has grown since the last call, or since this object was created."""
+        """Bytes by which the process has grown since the last call."""
         before, self._bytes = self._bytes, self._read()
         return self._bytes - before
 
@@ -130,13 +110,10 @@ class Follower:
         self._outputs.pop(key, None)
 
     def do(self, all_work: Sequence[Work]) -> Iterator[bytes]:
-        """Do the work of a step. Yields for each output an answer for its next token, and then an answer for each of
-        its drafts.
+        """Do a step's work. Yields for each output an answer for its next token, and one for each draft.
 
-        An answer is a `HEAD` followed by a mask. A mask has a bit for each token that may come next. The mask has no
-        bytes if no token may come next: after a draft that the grammar forbids, or after a draft that ends the output.
-        The mask also has no bytes if the answer is late, or if the work does not sample.
-        """
+        An answer is a `HEAD` and a mask with a bit for each allowed token. The mask is empty if no token may follow (a
+        draft is forbidden or ends the output), if the answer is late, or if the work does not sample."""
         self._slice = SLICE_SECONDS
         ends_at = process_time() + MAX_SECONDS
         left = SLICE_SECONDS if monotonic() >= self._compiles_at else 0.0  # seconds left for compiling
@@ -161,11 +138,9 @@ class Follower:
                 began, num_read = process_time(), 0
 
     def _read(self, matcher: LLMatcher, unread: deque[int], until: float) -> int:
-        """Read an output's unread tokens until its time slice is used up. Returns the number of tokens read.
+        """Read unread tokens until the time slice is used up. Returns the number of tokens read.
 
-        The matcher reads one token in each call. A call of llguidance cannot be interrupted, but llguidance limits the
-        time that reading one token takes.
-        """
+        One call reads one token, because llguidance cannot be interrupted but limits the time of a token."""
         num_unread = len(unread)
         is_new, began = num_unread > FEW_TOKENS, process_time()
         if is_new:
@@ -183,8 +158,7 @@ class Follower:
     def _masks(self, matcher: LLMatcher, work: Work) -> Iterator[bytearray]:
         mask = self._mask(matcher)
         yield mask
-        # A copy of the matcher reads the drafts. The target may reject drafts, and a matcher that fails on a draft
-        # cannot be rolled back.
+        # A copy reads the drafts, because a matcher that fails on a draft cannot be rolled back.
         ahead = matcher.deep_copy() if work.drafts and mask else matcher
         for draft in work.drafts:
             may_come = bool(mask) and mask[draft // 8] >> draft % 8 & 1 and not ahead.is_stopped()
@@ -204,19 +178,16 @@ class Follower:
         return mask
 
     def _matcher(self, form: str, alone: bool) -> LLMatcher:
-        """A new matcher of a grammar, which has read no tokens yet.
+        """A new matcher of a grammar.
 
-        If a matcher is not `alone`, it shares llguidance's cache for the grammar with other matchers of the grammar.
-        The matchers share the limits of the cache, too. If one matcher exceeds a limit, all matchers of the grammar
-        fail.
-        """
+        Matchers that are not `alone` share llguidance's cache and its limits: if one exceeds a limit, all matchers of
+        the grammar fail."""
         compiled = self._compiled.pop(form, None)
         if alone or compiled is None or compiled.is_error():
-            # llguidance's log is off, because the log would contain tokens of outputs.
+            # llguidance's log would contain tokens of outputs.
             compiled = LLMatcher(self._tokenizer, form, log_level=0, limits=parser_limits())
-            # The mask before the first token is computed for each compiled grammar, because otherwise a later mask may
-            # take very long. For the regular expression yyyyy|z(a|aa|aaa){1,1000}…, the mask after z took 69 s instead
-            # of 6 ms.
+            # Without a first mask, a later mask may take very long. For yyyyy|z(a|aa|aaa){1,1000}…, the mask after z
+            # took 69 s instead of 6 ms.
             self._mask(compiled)
         if alone:
             return compiled
@@ -226,11 +197,8 @@ class Follower:
         return compiled.deep_copy()
 
     def serve(self, connection: Connection) -> None:
-        """Answer the worker's messages. Each message is a pair: the keys of ended outputs whose matchers can be freed,
-        and the list of `Work` of a step.
-
-        Each answer is sent as soon as it is computed, so that the worker notices an answer that takes too long.
-        """
+        """Answer messages of the worker: keys of ended outputs, and a step's `Work`. Each answer is sent at once, so
+        that the worker notices a slow answer."""
         while True:
             try:
                 gone, all_work = connection.recv()
@@ -250,7 +218,7 @@ def main() -> None:
     size, ends = int(sys.argv[2]), [int(end) for end in sys.argv[3].split(",")]
     try:
         tokenizer = form_tokenizer(Path(sys.argv[1]).read_text(), size, ends)
-    # llguidance raises exceptions of its own types.
+    # llguidance raises its own exception types.
     except Exception as error:
         control.send((str(error) or type(error).__name__).encode()[:MAX_REASON])
         return

@@ -1,6 +1,4 @@
-"""The progress of an output in its form (grammar): the tokens that a matcher has read, and the CPU time left for the
-output.
-"""
+"""The progress of an output in its form (grammar): the tokens read, and the CPU time left."""
 
 from array import array
 from collections import deque
@@ -9,57 +7,46 @@ from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 MAX_LEFT = 3.0
-"""CPU time in seconds that a form may use before the output's first token. Each token adds `TOKEN_SECONDS`."""
+"""CPU seconds that a form may use before the output's first token."""
 TOKEN_SECONDS = 0.01
-"""CPU time in seconds that each token adds to the time left for an output. The value is three times the time for each
-token of the slowest of 420 forms, see `pagewire_common.forms.MAX_SECONDS`."""
+"""CPU seconds that each token adds: three times the slowest of 420 forms, see `pagewire_common.forms.MAX_SECONDS`."""
 
 
 @dataclass(slots=True, eq=False)
 class Progress:
-    """The progress of the process that reads an output. When this object is freed, the process frees the output's
-    matcher.
-    """
+    """An output's progress in the process that computes masks. Freeing this object frees the matcher."""
 
     key: int
     gone: deque[int]
     reader: Connection | None = None
     num_tokens: int = 0
-    """Number of the output's tokens that the worker has sent to the process."""
+    """Tokens that the worker has sent to the process."""
     num_masks: int = 0
-    """Number of steps in which the output's matcher has computed a mask for sampling."""
+    """Steps in which the matcher has computed a mask for sampling."""
     left: float = field(default_factory=lambda: MAX_LEFT)
-    """CPU time in seconds that the output's form may still use."""
+    """CPU seconds that the form may still use."""
     taken: float = 0.0
-    """Seconds that the worker has waited for answers for this output, summed over all processes that have read the
-    output.
-    """
+    """Seconds that the worker has waited for the output's answers, over all processes."""
     memory: int = 0
-    """Bytes by which the process's memory has grown while it computed answers for this output."""
+    """Bytes by which the process has grown while computing the output's answers."""
     is_over: bool = False
-    """Whether the worker has ended the output, because computing its masks takes too much time or memory."""
+    """Whether the worker has ended the output, because its masks take too much time or memory."""
     is_alone: bool = False
-    """Whether the output's form is compiled separately for this output, and the output has no drafts.
-
-    This field is set after the output's matcher has failed or its process has died. The cause may be llguidance's
-    limits, which all outputs of a form and their drafts otherwise share.
-    """
+    """Whether the form is compiled for this output only, and the output has no drafts. Set after the matcher has failed
+    or its process has died, perhaps because of llguidance's limits, which all outputs of a form share."""
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the matcher's next answer depends only on the output's tokens. Such a matcher is compiled separately
-        for the output, and has computed no mask yet.
-        """
+        """Whether the next answer depends only on the output's tokens: a separately compiled matcher without a mask
+        yet."""
         return self.is_alone and not self.num_masks
 
     def begin(self, reader: Connection) -> None:
-        """Start again with a new process, which has read no token of the output."""
+        """Start again with a process that has read no token."""
         self.reader, self.num_tokens, self.num_masks, self.left, self.memory = reader, 0, 0, MAX_LEFT, 0
 
     def charge(self, seconds: float, num_tokens: int) -> None:
-        """Charge CPU time to the output: subtract `seconds` from the time left, and add `TOKEN_SECONDS` for each token
-        that was read.
-        """
+        """Charge `seconds` of CPU time, and add `TOKEN_SECONDS` for each token read. Reading again costs half."""
         cost = seconds if self.num_masks else seconds / 2
         self.left = min(self.left - cost + num_tokens * TOKEN_SECONDS, MAX_LEFT)
 
@@ -68,7 +55,7 @@ class Progress:
 
 
 class FormedOutput(NamedTuple):
-    """A sequence of the current step that has an output form, as input of the thread that requests masks."""
+    """A sequence with an output form in the current step, as input of the thread that requests masks."""
 
     sequence_id: int
     form: str
@@ -80,7 +67,5 @@ class FormedOutput(NamedTuple):
 
     @property
     def num_masks(self) -> int:
-        """Number of masks that the output needs in this step: one after its last token and one after each draft, or
-        none.
-        """
+        """Masks needed in this step: after the last token and after each draft, or none."""
         return 1 + len(self.drafts) if self.samples else 0

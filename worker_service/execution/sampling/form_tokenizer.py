@@ -1,29 +1,23 @@
 """The tokenizer with which llguidance encodes text that an output form (grammar) prescribes.
 
-If a grammar allows only one continuation, llguidance encodes the continuation and allows only its first token. The
-model's own tokenizer cannot encode prescribed text correctly in two cases. First, the model's tokenizer would encode
-the characters `<|im_end|>` in a choice as the special token that ends the output. Second, if it normalizes text, it
-would change characters of the prescribed text. This tokenizer therefore checks that the model's tokens spell the
-prescribed text, and otherwise splits the text into other tokens. A grammar can still name special tokens.
-"""
+If only one continuation is allowed, llguidance encodes it and allows its first token. The model's own tokenizer would
+encode `<|im_end|>` in a choice as the special token, and might normalise text. This tokenizer checks that the tokens
+spell the text, and otherwise splits the text into other tokens. A grammar can still name special tokens."""
 
 from llguidance import LLTokenizer
 
 _SPECIAL = b"\xff"
-"""The byte with which the name of a special token begins in llguidance's trie. No UTF-8 text contains this byte."""
+"""The byte before the name of a special token in llguidance's trie. UTF-8 never contains this byte."""
 
 
 def form_tokenizer(tokenizer_json: str, vocabulary_size: int, ends: list[int]) -> LLTokenizer:
-    """Create llguidance's tokenizer from the contents of a tokenizer.json. ends: ids of the end-of-sequence tokens.
-
-    Raises exceptions of llguidance's own types, for example if llguidance cannot find the bytes of the tokens.
-    """
+    """ends: ids of end-of-sequence tokens. Raises exceptions of llguidance's own types."""
     model = LLTokenizer(tokenizer_json, n_vocab=vocabulary_size, eos_token=ends, slices=[])
     return LLTokenizer(_PlainTokenizer(model), eos_token=ends)  # type: ignore[arg-type]
 
 
 class _PlainTokenizer:
-    """A tokenizer with the attributes that llguidance requires of tokenizers that are written in Python."""
+    """Has the attributes that llguidance requires of tokenizers written in Python."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -37,9 +31,8 @@ class _PlainTokenizer:
         self.tokens = [_bytes(model, token_id, token_id in special) for token_id in token_ids]
 
     def __call__(self, text: str) -> list[int]:
-        """Encode a text with the model's tokenizer. If the result does not spell the text, the text is split into the
-        longest matching tokens instead.
-        """
+        """Encode with the model's tokenizer or, if the tokens do not spell the text, with the longest matching
+        tokens."""
         token_ids = self._model.tokenize_str(text)
         if b"".join(self.tokens[token_id] for token_id in token_ids) == text.encode():
             return token_ids
@@ -47,7 +40,7 @@ class _PlainTokenizer:
 
 
 def _bytes(model: LLTokenizer, token_id: int, is_special: bool) -> bytes:
-    """The bytes of a token in llguidance's trie. For a token without bytes, `decode_bytes` returns its id as <[7]>."""
+    """A token's bytes in llguidance's trie. For a token without bytes, `decode_bytes` returns its id as <[7]>."""
     shown = model.decode_bytes([token_id])
     if is_special:
         return _SPECIAL + shown

@@ -1,6 +1,4 @@
-"""The order in which a step computes the masks of outputs with a form (grammar). If matchers need too much memory, this
-file also chooses the outputs that the worker ends.
-"""
+"""The order in which masks are computed, and the choice of outputs to end if matchers need too much memory."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -12,22 +10,18 @@ from worker_service.execution.sampling.form_process import MAX_MEMORY
 from worker_service.execution.sampling.form_progress import FormedOutput
 
 MAX_TOGETHER = 5 * MAX_MEMORY // 8
-"""Maximum bytes of memory of all outputs' matchers together. In measurements the address space of the process was up to
-1.3 times as large as the memory of the matchers.
-"""
+"""Bytes of all matchers together. The process's address space was up to 1.3 times as large."""
 
 WithRows = tuple[FormedOutput, npt.NDArray[np.uint8]]
-"""An output, and its rows in the array of the step's masks."""
+"""An output and its rows in the array of masks."""
 
 
 def in_turns(
     items: Iterable[WithRows],
 ) -> list[WithRows]:
-    """The outputs in the order in which their masks are computed: one output of each tenant (owner), then a second
-    output of each tenant, and so on.
+    """One output of each tenant, then a second output of each tenant, and so on.
 
-    In each round, tenants whose outputs have used less time come first. Of one tenant's outputs, the output that has
-    used the least time comes first.
+    In each round, tenants with less used time come first, and of a tenant's outputs the one with the least used time.
     """
     of_owner: defaultdict[bytes, float] = defaultdict(float)
     turns: list[tuple[int, WithRows]] = []
@@ -43,9 +37,8 @@ def in_turns(
 def largest(
     items: Iterable[WithRows],
 ) -> Iterator[WithRows]:
-    """The outputs to end, so that the matchers of the remaining outputs need at most `MAX_TOGETHER` bytes. The next
-    output to end is always the largest output of the tenant whose outputs need the most memory.
-    """
+    """The outputs to end, so that the rest need at most `MAX_TOGETHER` bytes: always the largest output of the tenant
+    whose outputs need the most memory."""
     alive = [one for one in items if not one[0].progress.is_over]
     by_owner: Counter[bytes] = Counter()
     for item, _ in alive:

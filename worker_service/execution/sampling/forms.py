@@ -1,42 +1,28 @@
-"""Restricts outputs to their forms (grammars). Another process computes the masks of allowed next tokens while the
-device computes the forward pass.
+"""Restricts outputs to their forms (grammars). A process computes the masks of allowed tokens during the forward pass.
 
-The masks are computed by the library llguidance: an Earley parser above a lexer, which walks a trie of all tokens. A
-matcher of llguidance reads the tokens of one output, and computes the mask of the output's next token. The state of a
-matcher depends only on the output's tokens. Matchers can therefore be rebuilt after a preemption, on another worker, or
-in a resumed stream. Matchers run in a separate process, form_process.py. A thread of this file communicates with the
-process, and the device thread waits for the masks before it samples. The scheduler has checked the grammar before a
-worker receives it.
+llguidance computes masks: an Earley parser above a lexer, which walks a trie of all tokens. A matcher reads one
+output's tokens. The state of a matcher depends only on these tokens, so a matcher can be rebuilt anywhere. Matchers
+run in form_process.py, and the device thread waits for masks before it samples. The scheduler has checked the grammar.
 
-The CPU time that a form needs is charged to its output. If a form is slow, the worker ends only outputs of this form
-and of the same tenant:
+A form's CPU time is charged to its output. A slow form ends only outputs of the same form and tenant:
 
-- Reading one token or computing one mask may take `MAX_SECONDS`. If one token or mask takes longer, the process is
-  killed, the output is ended, and a new process continues the other outputs. For `BAN_SECONDS`, new outputs of the same
-  form and tenant are ended immediately. The limit applies to a single token or mask, so the output's number of tokens
-  cannot be the cause. Other outputs of the form that already have tokens continue, until an output of the form exceeds
-  the limit again.
-- All tokens of an output together may take `MAX_LEFT`, plus `TOKEN_SECONDS` for each token.
-- A new process reads the tokens of all running outputs again, in time slices between the masks of other outputs. Until
-  the process has read all tokens of an output, the output is late and gains no token. Reading tokens a second time
-  takes at most as long as the first time, and only half of the time is charged. Reading again therefore cannot use up
-  an output's time.
+- A token or mask may take `MAX_SECONDS`. Beyond this limit, the process is killed, the output ends, and a new process
+  continues the others. For `BAN_SECONDS`, new outputs of the form and tenant end immediately. Outputs that have tokens
+  continue until the form exceeds the limit again.
+- All tokens of an output together may take `MAX_LEFT`, plus `TOKEN_SECONDS` each.
+- A new process reads running outputs again, in slices between other masks. Until then, these outputs are late. Only
+  half of this time is charged, so reading again cannot use up an output's time.
 
-Because of these limits, one form delays other outputs in one step by at most three times `MAX_SECONDS`: for the mask of
-the next token, for the masks after drafts, and for a second try without drafts. On average, a form delays other outputs
-by at most `TOKEN_SECONDS` in each step. In one step, at most `MAX_ENDED` processes are killed because of slow forms. A
-step compiles one or a few new forms, in at most half of the step's time. Outputs of all other new forms are late.
+Therefore a form delays other outputs in one step by at most three times `MAX_SECONDS`: the next mask, masks after
+drafts, and a second try without drafts. On average the delay is at most `TOKEN_SECONDS` a step. Slow forms kill at most
+`MAX_ENDED` processes in a step. Compiling takes at most half of a step, and other new forms are late.
 
-If the time of a step is used up, all outputs that the process has not computed in this step are late. For fairness
-between tenants, the process computes one output of each tenant, then a second output of each tenant, and so on. The
-tenant whose outputs have used the least time comes first. If outputs did not take turns, a tenant's new output would
-wait for all earlier outputs of other tenants. After a process was killed, the tenant's running outputs would wait in
-the same way.
+When a step's time is used up, remaining outputs are late. The process computes one output of each tenant in turn, and
+the tenant with the least used time comes first. Without turns, a tenant's output would wait for all earlier outputs of
+others.
 
-The memory of all outputs' matchers together is limited. If they need more than `MAX_TOGETHER` bytes, the worker ends
-the largest output of the tenant whose outputs need the most memory. Without this limit, the process would run out of
-memory and die. Each new process would read all outputs again, and would die for the same reason.
-"""
+If all matchers need more than `MAX_TOGETHER` bytes, the largest output of the tenant with the most memory ends. Without
+this limit, each new process would read all outputs again and run out of memory, too."""
 
 import contextlib
 import itertools
@@ -69,14 +55,13 @@ log = structlog.get_logger()
 
 LOOK_SECONDS = 0.05
 DEAF_SECONDS = 10.0
-"""A process that neither uses CPU time nor answers for this number of seconds counts as stuck and is killed."""
+"""Seconds without CPU use and without an answer after which a process is killed as stuck."""
 START_SECONDS = 60.0
 BAN_SECONDS = 60.0
 MAX_BANS = 1024
 MAX_ENDED = 3
-"""Maximum number of processes that may be killed or die in a step. After this number, the remaining outputs of the step
-are late. If two processes die in a step while computing the same output, the worker ends the output.
-"""
+"""Processes that may die in a step before the remaining outputs are late. An output with which two processes die in a
+step ends."""
 
 
 class Forms:
@@ -87,8 +72,7 @@ class Forms:
         self._vocabulary_size = vocabulary_size
         self._keys = itertools.count()
         self._gone: deque[int] = deque()
-        # For each banned form, the time at which the ban ends, and the number of bans (1 or 2). The key is a hash,
-        # because a form may have 64 KiB.
+        # End of each ban, and number of bans (1 or 2). The key is a hash, because a form may have 64 KiB.
         self._bans: OrderedDict[int, tuple[float, int]] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, "forms")
         self._reader: Connection | None = None
@@ -97,9 +81,8 @@ class Forms:
 
     @classmethod
     def load(cls, files: Sequence[Path], vocabulary_size: int) -> "Forms | None":
-        """Start the process that computes masks. The method does not wait until the process is ready: see `is_ready`.
-        Returns None for a model without a tokenizer.json or without an end-of-sequence token.
-        """
+        """Start the process without waiting until `is_ready`. Returns None without a tokenizer.json or an
+        end-of-sequence token."""
         by_name = {file.name: file for file in files}
         if "tokenizer.json" not in by_name:
             return None
@@ -109,33 +92,25 @@ class Forms:
         return cls(by_name["tokenizer.json"].resolve(), vocabulary_size, ends) if ends else None
 
     def is_ready(self) -> bool:
-        """Wait until the process that computes masks is ready. Returns False if the process cannot be started, for
-        example because llguidance refuses the tokenizer.
-        """
+        """Wait for the process. Returns False if it cannot start, for example because llguidance refuses the
+        tokenizer."""
         try:
             self._fork()
         except OSError as error:
-            log.warning("outputs cannot be held to a form", reason=str(error))
+            log.warning("output forms are not supported", reason=str(error))
             return False
         return True
 
     def close(self) -> None:
-        """End the process that computes masks. If `close` is not called, the process ends when the worker ends."""
+        """End the process. Without `close`, the process ends with the worker."""
         self._thread.shutdown()
         self._end()
         self._control.close()
         self._template.wait()
 
-    def begin(self, chunks: Sequence[ScheduledChunk]) -> FormMasks | None:
-        """Start to compute masks for the chunks whose output has a form. Returns None if no output of the step has a
-        form.
-
-        For a chunk that does not sample yet, the process only reads the output's tokens. The host must know all tokens
-        of the chunks' sequences.
-        """
-        formed = [chunk for chunk in chunks if chunk.sequence.sampling.form]
-        if not formed:
-            return None
+    def begin(self, formed: Sequence[ScheduledChunk]) -> FormMasks:
+        """Start to compute masks. formed: chunks whose output has a form, and whose tokens the host knows. For a chunk
+        that does not sample, the process only reads tokens."""
         sampled = [
             (sequence.sequence_id, len(sequence.token_ids) + number)
             for sequence, *_, samples, drafts in formed
@@ -164,7 +139,7 @@ class Forms:
         ends = itertools.accumulate(item.num_masks for item in items)
         every = [(item, masks[end - item.num_masks : end]) for item, end in zip(items, ends, strict=True)]
         left, num_ended = deque(form_turns.in_turns(every)), 0
-        # Keys of outputs whose masks a process was computing when it died in this step.
+        # Outputs whose masks a process was computing when it died in this step.
         died: set[int] = set()
         while left := deque(self._followed(left)):
             if num_ended == MAX_ENDED:  # several forms were too slow
@@ -174,7 +149,7 @@ class Forms:
             try:
                 reader = self._living_reader()
             except OSError as error:
-                log.error("forms cannot be followed now", reason=str(error))
+                log.error("masks of output forms cannot be computed now", reason=str(error))
                 break
             number = 0
             try:
@@ -210,7 +185,7 @@ class Forms:
                         again.append((item, rows))
                     elif item.samples and item.sequence_id not in late:
                         progress.num_masks += 1
-            # The process took too long for an answer, is stuck, or has died, perhaps because memory ran out.
+            # The process took too long, is stuck, or has died, perhaps because memory ran out.
             except (OSError, EOFError) as error:
                 self._end()
                 num_ended += 1
@@ -231,9 +206,8 @@ class Forms:
         return FoundMasks(masks, late)
 
     def _followed(self, items: Iterable[WithRows]) -> Iterator[WithRows]:
-        """The outputs whose masks are still to be computed, without outputs that the worker has ended. The drafts of an
-        output are removed if masks after drafts are banned for its form, or if its form is compiled separately.
-        """
+        """The outputs that are not ended. Drafts are removed if masks after drafts are banned for the form, or if the
+        form is compiled separately."""
         for item, rows in items:
             if not item.progress.is_over and self._is_banned(item.form, item.owner, times=2):
                 self._end_output(item, "other outputs of the form have taken too long twice in a minute")
@@ -253,9 +227,8 @@ class Forms:
         reader.send((gone, work))
 
     def _receive(self, reader: Connection) -> bytes:
-        """Receive the next answer of the process. Raises TimeoutError if the answer takes too much CPU time, and
-        OSError if the process is stuck.
-        """
+        """Receive the next answer. Raises TimeoutError if it takes too much CPU time, and OSError if the process is
+        stuck."""
         if not reader.poll(LOOK_SECONDS):
             used, began = _processor_seconds(self._process), time.monotonic()
             while not reader.poll(LOOK_SECONDS):
@@ -265,10 +238,7 @@ class Forms:
         return reader.recv_bytes()
 
     def _check_used(self, seconds: float) -> None:
-        """Raise TimeoutError if the process has used more CPU time for the current answer than one answer may use.
-
-        seconds: the CPU time that the process had used when it began the current answer.
-        """
+        """seconds: CPU time that the process had used when it began the current answer. Raises TimeoutError."""
         if _processor_seconds(self._process) - seconds > MAX_SECONDS + SLICE_SECONDS:
             raise TimeoutError(f"it takes more than {MAX_SECONDS:g} s")
 
@@ -277,11 +247,10 @@ class Forms:
         log.warning("an output has ended: its form cannot be followed", reason=why)
 
     def _ban(self, item: FormedOutput, is_draft: bool, why: str) -> None:
-        """Ban new outputs of this output's form and tenant for `BAN_SECONDS`. A second ban in this time also ends
-        running outputs of the form.
+        """Ban new outputs of the form and tenant for `BAN_SECONDS`. A second ban in this time also ends running
+        outputs.
 
-        is_draft: whether only drafts are banned, because a mask after a draft took too long.
-        """
+        is_draft: only drafts are banned, because a mask after a draft took too long."""
         if not is_draft:
             self._end_output(item, why)
         times = 2 if self._is_banned(item.form, item.owner, is_draft=is_draft) else 1
@@ -298,10 +267,9 @@ class Forms:
     # ---- the processes
 
     def _living_reader(self) -> Connection:
-        """The connection to the process that computes masks. If the process has died, a new process is forked. Raises
-        OSError if no process can be started.
-        """
-        # If the connection is readable before a request is sent, the process has ended.
+        """The connection to the process, which is forked again if it has died. Raises OSError if no process can be
+        started."""
+        # If the connection is readable before a request, the process has ended.
         if self._reader is not None and self._reader.poll(0):
             self._end()
         return self._reader or self._fork()
@@ -319,9 +287,7 @@ class Forms:
         self._has_started = False
 
     def _fork(self) -> Connection:
-        """Fork a new process that computes masks, and return the connection to it. Raises OSError if the process does
-        not start.
-        """
+        """Fork a process that computes masks. Raises OSError if it does not start."""
         if self._template.poll() is not None and self._has_started:
             self._control.close()
             self._start()
@@ -335,7 +301,7 @@ class Forms:
         reader = Connection(ours.detach())
         if not reader.poll(DEAF_SECONDS):
             raise OSError("the process that follows forms does not start")
-        # An error of psutil is ignored here: if the process has already ended, the first message to it fails.
+        # If the process has already ended, the first message to it fails.
         with contextlib.suppress(psutil.Error):
             self._process = psutil.Process(reader.recv())
         self._reader = reader

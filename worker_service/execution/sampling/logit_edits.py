@@ -1,10 +1,8 @@
-"""Edits logits before a token is sampled. Sampling parameters ban tokens, and add biases and penalties.
+"""Edits logits before sampling: bans, biases and penalties.
 
-The edits of a row have a fixed order. First, tokens are banned by the output form, the allowed tokens, the bad words
-and the minimum length. Second, logit biases are added. Third, repetition, frequency and presence penalties are applied.
-The rules for transcripts of speech come last, because these rules read the edited logits. This file turns the sampling
-parameters of each row into indices of the matrix of logits. `kernels.sampling.logit_edits` edits all rows at once.
-"""
+The order in a row is fixed: bans (form, allowed tokens, bad words, minimum length), logit biases, penalties, and last
+the rules for transcripts, which read the edited logits. This file turns parameters into indices of the matrix of
+logits, and `kernels.sampling.logit_edits` edits all rows at once."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,11 +24,7 @@ _Bits = npt.NDArray[np.uint8]
 
 
 def edit_logits(logits: Tensor, sequences: Sequence[SequenceState], masks: FormMasks | None = None) -> None:
-    """Edit a matrix of logits in place.
-
-    logits: shape [rows, vocabulary_size] float32, contiguous. sequences: one sequence for each row. masks: the masks of
-    sequences that have an output form.
-    """
+    """Edit logits, [rows, vocabulary_size] float32, contiguous, in place. sequences: one for each row."""
     formed = [row for row, sequence in enumerate(sequences) if sequence.sampling.form]
     mask: _Bits = np.empty((0, 0), dtype=np.uint8)
     if formed:
@@ -95,12 +89,10 @@ def _banned(sequence: SequenceState) -> list[int]:
 
 
 def _penalties(sequence: SequenceState) -> tuple[_Ids, _Floats]:
-    """The distinct tokens of prompt and output, and for each token the penalty to subtract from its logit.
+    """The distinct tokens of prompt and output, and the penalty to subtract from each logit.
 
-    The frequency penalty of a token is multiplied by the token's number of occurrences in the output. The presence
-    penalty is subtracted once if the token occurs in the output. The repetition penalty is not part of the result, and
-    applies to all distinct tokens of prompt and output.
-    """
+    The penalty is the frequency penalty for each occurrence in the output, plus the presence penalty if the token is in
+    the output. The repetition penalty is not included."""
     params = sequence.sampling
     tokens = np.array(sequence.token_ids, dtype=np.int64)
     seen = np.unique(tokens)

@@ -1,6 +1,4 @@
-"""Reports of log-probabilities of prompt tokens and sampled tokens, computed by
-`kernels.sampling.log_probabilities`.
-"""
+"""Reports of log-probabilities of prompt tokens and sampled tokens."""
 
 from collections.abc import Sequence
 
@@ -13,29 +11,23 @@ from worker_service.session.session import SequenceState
 from worker_service.session.step import SampleLogprobs
 
 _MIN = -9999.0
-"""Smallest reported log-probability, as in vLLM. Smaller values cannot all be reported, because a logit may be -inf and
-JSON has no infinity.
-"""
+"""Smallest reported log-probability, as in vLLM: a logit may be -inf, and JSON has no infinity."""
 
 
 def check_finite(logits: Tensor) -> None:
-    """Raise FloatingPointError if log-probabilities cannot be computed for a row of logits. This is so if a logit is
-    NaN or +inf, or if all logits of the row are -inf.
+    """Raise FloatingPointError if a logit is NaN or +inf, or if all logits of a row are -inf. Waits for a GPU.
 
-    logits: shape [positions, vocabulary_size]. The function waits for a GPU.
-    """
+    logits: shape [positions, vocabulary_size]."""
     _, largest = sampling_ops_for(logits.device).greedy(logits)
     if not largest.isfinite().all():
         raise FloatingPointError("the logits of a row are not finite")
 
 
 def gather_logprobs(logits: Tensor, token_ids: Tensor, sequence_id: int, num_top: int) -> SampleLogprobs:
-    """Report the log-probabilities at consecutive positions of one sequence.
+    """Report log-probabilities at consecutive positions of one sequence.
 
-    logits: shape [positions, vocabulary_size], any float type. token_ids: shape [positions] int64, the token at each
-    position. num_top: the number of likeliest tokens that are reported in addition to the token at each position.
-    Equally likely tokens are sorted by id. Log-probabilities below `_MIN` are reported as `_MIN`.
-    """
+    logits: [positions, vocabulary_size], any float type. token_ids: [positions] int64. num_top: likeliest tokens to
+    report besides the token at each position. Ties are sorted by id."""
     ids, logprobs, ranks = sampling_ops_for(logits.device).log_probabilities(logits, token_ids, num_top)
     return SampleLogprobs(
         sequence_id=sequence_id,
@@ -49,14 +41,12 @@ def gather_logprobs(logits: Tensor, token_ids: Tensor, sequence_id: int, num_top
 def sample_logprobs(
     logits: Tensor, token_ids: Sequence[int], rows_of: Sequence[tuple[SequenceState, range]]
 ) -> list[SampleLogprobs]:
-    """Report the log-probabilities of the tokens that a step has sampled, for sequences that request log-probabilities.
+    """Report the log-probabilities of sampled tokens.
 
-    logits: shape [rows, vocabulary_size]. token_ids: the sampled token of each row. rows_of: each of these sequences
-    with its rows of logits.
-    """
+    logits: [rows, vocabulary_size]. token_ids: the sampled token of each row. rows_of: sequences with
+    log-probabilities, and their rows."""
     reports: dict[int, SampleLogprobs] = {}
-    # Rows for which equally many likeliest tokens are requested are computed in one call. The other rows of the call do
-    # not change a row's log-probabilities.
+    # One call for all rows with the same number of likeliest tokens. Other rows do not change a row's result.
     for num_top in {sequence.sampling.logprobs for sequence, _ in rows_of}:
         assert num_top is not None
         asking = [(sequence, rows) for sequence, rows in rows_of if sequence.sampling.logprobs == num_top]
@@ -82,7 +72,7 @@ def sample_logprobs(
 
 
 def concatenate(parts: Sequence[SampleLogprobs]) -> SampleLogprobs:
-    """Join reports of log-probabilities at consecutive positions of one sequence. At least one report is required."""
+    """Join one or more reports of consecutive positions of one sequence."""
     return SampleLogprobs(
         sequence_id=parts[0].sequence_id,
         width=parts[0].width,

@@ -1,8 +1,6 @@
 """Pools the hidden states of prompts into vectors, a chunk at a time.
 
-Partial sums of a prompt's hidden states are stored in the sequence's state (`SequenceState.pooled`). A sequence that is
-swapped out keeps its partial sums, and a sequence that is recomputed starts with new sums. Sums are float64, so that
-cutting a prompt into other chunks changes at most the last two bits of a mean.
+Partial sums are in `SequenceState.pooled`. Sums are float64: other chunks change at most the last two bits of a mean.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,16 +14,16 @@ from worker_service.session.session import ScheduledChunk
 from worker_service.session.step import PoolingParams, PoolingType, SequenceVectors
 
 Classify = Callable[[Tensor], Tensor]
-"""A classifier: a function that turns a text's hidden states, [tokens, hidden_size], into scores, [classes]."""
+"""A classifier: hidden states, [tokens, hidden_size], to scores, [classes]."""
 
 
 def pool_all(
     chunks: Sequence[ScheduledChunk], query_start: Sequence[int], hidden: Tensor, classify: Classify | None = None
 ) -> list[tuple[ScheduledChunk, Tensor]]:
-    """Pool the hidden states of a step. Returns the chunks that complete vectors, each with its vectors.
+    """Pool a step's hidden states, [rows, hidden_size]. Returns the chunks that complete vectors, each with its
+    vectors.
 
-    hidden: shape [rows, hidden_size]. query_start: the first row of each chunk.
-    """
+    query_start: the first row of each chunk."""
     completed = []
     for chunk, start, stop in zip(chunks, query_start, query_start[1:], strict=False):
         if chunk.sequence.sampling.pooling is not None:
@@ -36,12 +34,10 @@ def pool_all(
 
 
 def pool(chunk: ScheduledChunk, hidden: Tensor, classify: Classify | None = None) -> Tensor | None:
-    """Pool a chunk's hidden states, [chunk's tokens, hidden_size]. Returns the vectors that the chunk completes,
-    [vectors, dimensions].
+    """Pool a chunk's hidden states, [chunk's tokens, hidden_size]. Returns the completed vectors, [vectors,
+    dimensions], or None.
 
-    Returns None if the chunk completes no vector. Raises InvalidStepError if this worker has not computed the hidden
-    states of the sequence's earlier tokens.
-    """
+    Raises InvalidStepError if this worker has not computed the earlier hidden states."""
     sequence = chunk.sequence
     pooling = sequence.sampling.pooling
     assert pooling is not None
@@ -73,18 +69,15 @@ def pool(chunk: ScheduledChunk, hidden: Tensor, classify: Classify | None = None
 
 
 def finished(vectors: Tensor, pooling: PoolingParams) -> Tensor:
-    """Cut vectors, [vectors, numbers], to the requested number of dimensions, as float32. If the request asks for it,
-    scale the vectors to length 1.
-    """
-    # The result is a copy, because a captured CUDA graph overwrites its hidden states in every step.
+    """Cut vectors, [vectors, numbers], to the requested dimensions, as float32, and scale them to length 1 if
+    requested."""
+    # A copy, because a CUDA graph overwrites its hidden states in every step.
     cut = vectors[:, : pooling.dimensions].to(torch.float32, copy=True)
     return functional.normalize(cut, dim=1) if pooling.normalize else cut
 
 
 def encode(sequence_id: int, vectors: Tensor, pooling: PoolingParams) -> SequenceVectors | None:
-    """Encode vectors as bytes in host memory, as float16 or float32. Returns None if a number is not finite in this
-    type.
-    """
+    """Vectors as float16 or float32 bytes in host memory. Returns None if a number is not finite in this type."""
     numbers = vectors.to("cpu", torch.float16 if pooling.half else torch.float32)
     if not numbers.isfinite().all():
         return None

@@ -1,11 +1,8 @@
 """Chooses one token for each row of logits.
 
-The token of a row depends only on the row's logits and on its sequence's parameters, seed and tokens. A sequence
-therefore samples the same tokens alone and in a batch. With temperature 0, the token with the largest logit is chosen;
-if logits are equal, the token with the lowest id. With a higher temperature the token is `argmax(logit / temperature +
-gumbel)` among the tokens that pass the filters (top-k, top-p and min-p). This file turns sampling parameters into
-tensors, and a backend of `kernels.sampling.ops` chooses the tokens. No function in this file waits for a GPU.
-"""
+A row's token depends only on its logits and its sequence, so a sequence samples the same tokens alone and in a batch.
+With temperature 0, the largest logit wins; of equal logits, the lowest id. Otherwise the token is `argmax(logit /
+temperature + gumbel)` among the tokens that pass top-k, top-p and min-p. No function here waits for a GPU."""
 
 from collections.abc import Sequence
 
@@ -21,20 +18,19 @@ from worker_service.execution.sampling.logit_edits import edit_logits
 from worker_service.session.session import SequenceState
 
 FAILED = -1
-"""The result of `sample` for a row whose logits are not finite."""
+"""The result for a row whose logits are not finite."""
 BARRED = -2
-"""The result of `sample` for a row with finite logits, if the sequence's parameters or output form ban all tokens."""
+"""The result for a row with finite logits if parameters or output form ban all tokens."""
 
 
 def sample(
     logits: Tensor, sequences: Sequence[SequenceState], masks: FormMasks | None = None, *, may_edit: bool = False
 ) -> Tensor:
-    """Choose a token for each row of logits. Returns [rows] int64 on the device of the logits, with FAILED or BARRED
-    for a row without a token.
+    """Choose a token for each row. Returns [rows] int64 on the logits' device, with FAILED or BARRED for a row without
+    a token.
 
-    logits: shape [rows, vocabulary_size], any float type. If `may_edit`, the logits may be overwritten, which saves a
-    copy. sequences: one sequence for each row. masks: the masks of sequences that have an output form.
-    """
+    logits: [rows, vocabulary_size], any float type; overwriting them (`may_edit`) saves a copy. sequences: one for each
+    row."""
     plain = [row for row, sequence in enumerate(sequences) if not sequence.sampling.edits_logits]
     token_ids, finite = _choose(logits, sequences, plain)
     if len(plain) < len(sequences):
@@ -51,11 +47,8 @@ def sample(
 
 
 def _choose(logits: Tensor, sequences: Sequence[SequenceState], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Choose a token for each row of logits. Returns the tokens, and for each row whether its largest logit is finite.
-
-    The token of a row is drawn at random if the row is in `rows` and its temperature is not 0. In all other rows the
-    token with the largest logit is chosen.
-    """
+    """Draw a token at random in `rows` with a temperature, and choose the largest logit in all others. Returns the
+    tokens, and whether each row's largest logit is finite."""
     ops = sampling_ops_for(logits.device)
     token_ids, largest = ops.greedy(logits)
     drawing = [row for row in rows if sequences[row].sampling.temperature]

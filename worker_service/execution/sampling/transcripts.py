@@ -1,11 +1,7 @@
-"""Bans tokens that may not come next in a transcript of speech. Time tokens come in pairs around text and never
-decrease.
+"""Bans tokens that may not come next in a transcript of speech.
 
-A transcript consists of segments. Each segment is an opening time token, text tokens, and a closing time token. The
-closing time of a segment is followed by the next segment's opening time, or by the end of the transcript. The opening
-time of a segment may equal the previous segment's closing time. No segment has length zero. Whisper's own decoding has
-the same rules (Radford et al., 2023).
-"""
+A segment is an opening time token, text tokens, and a closing time token, which the next segment or the end follows.
+Times never decrease, and no segment has length zero. Whisper's decoding has the same rules (Radford et al., 2023)."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -18,11 +14,10 @@ from worker_service.session.step import TranscriptParams
 
 
 def edit_transcript(logits: Tensor, sequence: SequenceState) -> None:
-    """Ban tokens in one row of logits, in place. logits: shape [vocabulary_size] float32.
+    """Ban tokens in one row of logits, [vocabulary_size] float32, in place.
 
-    If the total probability of all time tokens exceeds the probability of each single text token, all text tokens are
-    banned. The total probability is computed one row at a time, so that its bits do not depend on other rows.
-    """
+    If all time tokens together are likelier than each text token, all text tokens are banned. The sum is computed one
+    row at a time, so that other rows do not change its bits."""
     params = sequence.sampling.transcript
     assert params is not None
     output, first = sequence.token_ids[sequence.num_prompt_tokens :], params.first_timestamp
@@ -38,7 +33,7 @@ def edit_transcript(logits: Tensor, sequence: SequenceState) -> None:
 
 
 def banned_ranges(params: TranscriptParams, output: Sequence[int], vocabulary_size: int) -> list[tuple[int, int]]:
-    """Ranges of token ids that may not come next after `output`, each as (first id, last id plus 1)."""
+    """Banned ranges of ids after `output`, each as (first, last + 1)."""
     first = params.first_timestamp
     if not output:
         return [(0, first), (min(first + params.max_initial + 1, vocabulary_size), vocabulary_size)]

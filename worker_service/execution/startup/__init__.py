@@ -1,1 +1,1 @@
-"""The start of a worker: chooses the device, opens the network, and measures memory and speed."""
+"""The start of a worker: device, network, memory and speed."""

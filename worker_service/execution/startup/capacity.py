@@ -1,10 +1,7 @@
-"""Checks that the weights fit into the device's memory, and counts the KV cache blocks that fit into the worker's share
-of memory.
+"""Checks that the weights fit into memory, and counts the KV cache blocks that fit.
 
-Blocks are counted after the weights are loaded and a trial step of the largest size has run. The worker refuses to
-start if the cache is too small for one sequence of the model's full length, because a request of this length would wait
-forever.
-"""
+Blocks are counted after the weights are loaded and a trial step of the largest size has run. If one sequence of full
+length does not fit, the worker refuses to start, because such a request would wait forever."""
 
 import ctypes
 from collections.abc import Sequence
@@ -20,9 +17,7 @@ from worker_service.parallel.ranks import ALONE, Ranks
 from worker_service.settings import WorkerSettings
 
 _CPU_SHARE = 4
-"""On a CPU, a worker's KV cache uses at most the machine's free memory divided by this number, because other processes
-need memory too.
-"""
+"""Divisor of a CPU's free memory for the maximum KV cache, because other processes need memory, too."""
 _GIB = 2**30
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -30,17 +25,14 @@ _CGROUP = Path("/sys/fs/cgroup")
 def check_room_for_weights(
     device: torch.device, dtype: torch.dtype, sizes: Sequence[int], ranks: Ranks = ALONE
 ) -> None:
-    """Raise StartError if the weights do not fit into the free memory of the device.
+    """Raise StartError if the weights do not fit, before any is loaded: a machine without free memory becomes very
+    slow.
 
-    The check runs before any weight is loaded, because a machine becomes very slow when its memory is used up.
-
-    sizes: bytes of each weight that this rank stores. On a CPU the weights of all ranks together must fit.
-    """
+    sizes: bytes of each weight of this rank. On a CPU the weights of all ranks must fit."""
     num_bytes = sum(sizes)
     if device.type == "cpu":
-        # While a weight is packed for the kernels, the plain weight and the packed weight are both in memory. If the
-        # embedding is also the output layer, both may stay in memory, because embeddings cannot be read from some
-        # packed weights. The embedding is one of the largest weights and may be in float32.
+        # While a weight is packed, plain and packed weight are both in memory. An embedding that is also the output
+        # layer may stay in memory twice. The embedding is a large weight and may be in float32.
         num_bytes += max(sizes) * ops_for(device).wide_itemsize(dtype) // dtype.itemsize
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_host_bytes()
     if device.type == "cpu":
@@ -61,14 +53,12 @@ def count_device_blocks(
     ranks: Ranks = ALONE,
     least_model_len: int | None = None,
 ) -> int:
-    """The number of device blocks: the operator's number (`--num-gpu-blocks-override`), or as many as fit. Raises
-    StartError if the blocks are too few for one sequence.
+    """The number of device blocks: `--num-gpu-blocks-override`, or as many as fit. Raises StartError if one sequence
+    needs more.
 
-    shapes: for each cache of the worker, the shape of this rank's part of a block. All caches and all ranks have the
-    same number of blocks. sliding_window: tokens of the model's sliding window, or 0 without a window. With a window, a
-    sequence needs fewer blocks, because the scheduler frees the blocks behind the window. least_model_len: tokens of
-    the sequence that must fit, if fewer than `max_model_len`.
-    """
+    shapes: this rank's part of a block in each cache. All caches and ranks have equally many blocks. sliding_window:
+    tokens, or 0; the scheduler frees blocks behind the window. least_model_len: tokens of the sequence that must fit,
+    by default `max_model_len`."""
     if settings.num_gpu_blocks_override is not None:
         return settings.num_gpu_blocks_override
     block_size, own_bytes = shapes[0].block_size, sum(shape.block_bytes for shape in shapes)
@@ -111,18 +101,14 @@ def _too_little(
 
 
 def _free_cuda_bytes(device: torch.device, utilization: float) -> int:
-    """Bytes of GPU memory left for the KV cache: this process's share, minus its peak use and the use of other
-    processes.
-    """
+    """Bytes left for the KV cache: this process's share, minus its peak use and the use of other processes."""
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
     return int(utilization * total) - others - torch.cuda.max_memory_allocated(device)
 
 
 def _free_host_bytes() -> int:
-    """Free bytes of host memory: the machine's available memory, or what the limit of the process's control group
-    leaves.
-    """
+    """Available bytes of the machine and of its control group, whichever are fewer."""
     available = int(psutil.virtual_memory().available)
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
@@ -133,9 +119,8 @@ def _free_host_bytes() -> int:
 
 
 def _reclaimable_bytes() -> int:
-    """Bytes of inactive file pages, for example of weight files that were read. Linux can reclaim inactive file pages,
-    although a control group counts them as used memory.
-    """
+    """Bytes of inactive file pages, such as of weight files. Linux can reclaim them, although a control group counts
+    them as used."""
     try:
         lines = (_CGROUP / "memory.stat").read_text().splitlines()
     except OSError:
@@ -146,10 +131,8 @@ def _reclaimable_bytes() -> int:
 def give_freed_memory_back() -> None:
     """Make glibc return freed memory to the operating system.
 
-    After the process has freed an allocation of up to 32 MiB, glibc keeps every later freed allocation of at most the
-    same size. After packing 1.5 billion weights, glibc kept 235 MiB of freed memory; the weights and everything else
-    used 1,360 MiB.
-    """
+    After a free of n bytes (up to 32 MiB), glibc keeps all later freed allocations of at most n bytes. After packing
+    1.5 billion weights, glibc kept 235 MiB besides 1,360 MiB in use."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has `malloc_trim`
     if trim is not None:
         trim(0)

@@ -1,4 +1,4 @@
-"""Chooses and describes a worker's device, sets the number of threads, and warns if compiled kernels are missing."""
+"""Chooses and describes a worker's device, and sets the number of threads."""
 
 import os
 import platform
@@ -16,7 +16,7 @@ log = structlog.get_logger()
 
 
 def choose_device(settings: WorkerSettings) -> torch.device:
-    """Choose the device of this rank by the settings. Raises StartError if the device does not exist."""
+    """Choose the device of this rank. Raises StartError if the device does not exist."""
     available = torch.cuda.is_available()
     if settings.device == "cuda" and not available:
         raise StartError("--device cuda: torch finds no usable GPU; install a CUDA build of torch, or use --device cpu")
@@ -29,7 +29,7 @@ def choose_device(settings: WorkerSettings) -> torch.device:
 
 
 def set_threads(settings: WorkerSettings) -> None:
-    """Set the number of torch's threads. Without `--threads`, the ranks of a worker share the cores equally."""
+    """Without `--threads`, the ranks of a worker share the cores equally."""
     if settings.threads is not None or settings.tensor_parallel_size > 1:
         torch.set_num_threads(settings.threads or max(1, torch.get_num_threads() // settings.tensor_parallel_size))
 
@@ -42,7 +42,7 @@ def warn_if_eager(device: torch.device) -> None:
 
 
 def describe_device(device: torch.device, num_ranks: int) -> str:
-    """A description of the worker for schedulers and operators: its device, its kernels and its number of ranks."""
+    """Device, kernels and number of ranks, for schedulers and operators."""
     described = f"{device.type} ({_name(device)}, {backend_name(device)})"
     return f"{described} x {num_ranks}" if num_ranks > 1 else described
 

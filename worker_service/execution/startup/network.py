@@ -42,17 +42,15 @@ log = structlog.get_logger()
 NO_ADAPTERS = AdapterRoom()
 _CACHE_TYPES = {"int8": torch.int8, "fp8": FLOAT8}
 _QUANTIZED_SHARE = 5 / 8
-"""Maximum bytes of a weight that is quantised to 8 bits, as a share of its 16-bit size. At most two 16-bit scales are
-stored for each 16 numbers."""
+"""Bytes of a weight quantised to 8 bits, as a share of 16 bits: at most two 16-bit scales for 16 numbers."""
 _INT4_SHARE = 3 / 8
-"""Maximum bytes of a weight that is quantised to 4 bits, as a share of its 16-bit size. At most two 16-bit scales are
-stored for each 32 numbers."""
+"""Bytes of a weight quantised to 4 bits, as a share of 16 bits: at most two 16-bit scales for 32 numbers."""
 _LAYER = re.compile(r"model\.layers\.\d+\.")
 
 
 @dataclass(frozen=True)
 class Network:
-    """An opened model: its files and its properties. Only `load` allocates memory for the model's weights."""
+    """The files and properties of an opened model. Only `load` allocates memory for weights."""
 
     model_id: str
     checkpoint: Checkpoint
@@ -60,14 +58,14 @@ class Network:
     config: AnyConfig
     dtype: torch.dtype
     shape: CacheShape
-    """The shape of the part of a KV cache block that this rank stores."""
+    """This rank's part of a KV cache block."""
     cuts: Mapping[str, Cut]
     device: torch.device
     ranks: Ranks
     quantization: Quantization
     sentences: SentenceSettings
     batch_invariant: bool = False
-    """Whether kernels are batch-invariant: the bits of a row's result do not depend on the other rows of the batch."""
+    """Whether the bits of a row's result do not depend on the other rows of the batch."""
 
     @classmethod
     def open(cls, name: str, settings: WorkerSettings, device: torch.device, ranks: Ranks) -> "Network":
@@ -110,26 +108,23 @@ class Network:
 
     @property
     def max_model_len(self) -> int:
-        """Maximum tokens of a sequence that the model's files allow. The files of a sentence-transformers model may
-        allow fewer tokens than config.json."""
+        """Maximum tokens of a sequence. The files of a sentence-transformers model may allow fewer than config.json."""
         return min(self.config.max_model_len, self.sentences.max_length or self.config.max_model_len)
 
     @property
     def unscaled_len(self) -> int:
-        """Maximum tokens of a sequence without scaling of positions: `max_position_embeddings` of config.json."""
+        """Maximum tokens without scaling of positions: `max_position_embeddings` of config.json."""
         stated = self.checkpoint.config.get("max_position_embeddings")
         return min(self.config.max_model_len, stated or self.config.max_model_len)
 
     @property
     def max_encoder_len(self) -> int:
-        """Maximum tokens of an encoder input of an encoder-decoder, or 0 for other models."""
+        """Maximum tokens of an encoder input of an encoder-decoder, or 0."""
         return getattr(self.config, "max_encoder_len", 0)
 
     def check(self, room: AdapterRoom = NO_ADAPTERS) -> list[int]:
-        """Check the weights without allocating memory for them. Returns the maximum bytes of each weight, and of the
-        adapters' slots. Raises StartError if the weights cannot be loaded.
-
-        room: the limits of adapters, which determine the bytes of the adapters' slots."""
+        """Check the weights without allocating memory. Returns the maximum bytes of each weight, and of the slots for
+        adapters. Raises StartError if the weights cannot be loaded."""
         model = self._build(torch.device("meta"))
         blueprint = model.checkpoint_tensors()
         self.checkpoint.check(blueprint, self.cuts)
@@ -141,8 +136,8 @@ class Network:
         return [*self._sizes(blueprint), Adapters(model, room).num_bytes]
 
     def _sizes(self, blueprint: Mapping[str, torch.Tensor]) -> list[int]:
-        """The maximum bytes of each tensor after it is quantised and packed. If tensors are quantised while the model
-        is loaded, the result also contains the bytes of one layer's tensors before quantisation."""
+        """Maximum bytes of each packed tensor and, if tensors are quantised while loading, of one layer before
+        quantisation."""
         stored, floats = self._quantized(), defaultdict[str, list[int]](list)
         share = _INT4_SHARE if self.quantization == "int4" else _QUANTIZED_SHARE
         block = None if self.checkpoint.packed is None else self.checkpoint.packed.config.block
@@ -163,7 +158,7 @@ class Network:
             build = build_encoder if self.is_encoder else build_encoder_decoder
             try:
                 return build(self.config, self.dtype, device)
-            # The model code of transformers may raise errors of any type for impossible values in config.json.
+            # For impossible values in config.json, transformers may raise errors of any type.
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
@@ -172,10 +167,10 @@ class Network:
         return build_model(self.config, self.dtype, device, self.ranks, batch_invariant=self.batch_invariant, fill=fill)
 
     def fingerprint(self) -> str:
-        """A hash of the whole model, equal in all ranks. Several threads read the weight files, so that the files are
-        in the operating system's page cache when the weights are loaded. The hash includes the quantisation scheme of
-        the weights. One scheduler never uses workers with different fingerprints, so workers with different
-        quantisation never serve together."""
+        """A hash of model and quantisation, equal in all ranks. One scheduler never uses workers with different
+        fingerprints.
+
+        Several threads read the weight files, which leaves them in the page cache for loading."""
         scheme: str = self.quantization
         if self.quantization != "none":
             head = head_quantization(self.device, self.dtype, self.quantization)
@@ -194,8 +189,8 @@ class Network:
         return self.checkpoint.fingerprint(self.tokenizer_files, self.dtype, scheme)
 
     def load(self, room: AdapterRoom = NO_ADAPTERS) -> tuple[Any, Adapters]:
-        """Load the network's weights and allocate the adapters' slots. The class of the returned network depends on
-        `config`. Raises StartError if the weights cannot be loaded, and torch's errors if memory runs out."""
+        """Load the weights and allocate the slots for adapters. The network's class depends on `config`. Raises
+        StartError, and torch's errors if memory runs out."""
         quantized = self._quantized()
         with byte_progress("loading weights") as progress:
 
@@ -219,8 +214,8 @@ class Network:
 
     @property
     def _packs_stored(self) -> bool:
-        """Whether the kernels multiply by the quantised weights as stored in the checkpoint. If the kernels do not
-        support the stored weights, the weights are converted to floating point."""
+        """Whether kernels multiply by the quantised weights as stored. Otherwise, weights are converted to floating
+        point."""
         packed = self.checkpoint.packed
         if packed is None or not isinstance(self.config, DecoderConfig):
             return False
@@ -230,19 +225,19 @@ class Network:
 
     @property
     def _stacks_experts(self) -> bool:
-        """Whether the network has experts, whose products the kernels compute in one launch for each layer."""
+        """Whether the network has experts whose products are one launch for each layer."""
         assert isinstance(self.config, DecoderConfig)
         return ops_for(self.device).GROUPED_PRODUCTS and any(layer.mixture for layer in self.config.layers)
 
     def _has_whole_stacks(self, packed: PackedWeights) -> bool:
-        """Whether in each layer of the checkpoint either all experts are stored quantised, or none."""
+        """Whether in each layer all experts are stored quantised, or none."""
         assert isinstance(self.config, DecoderConfig)
         counts = Counter(found[0] for name in packed if ".experts." in name and (found := _LAYER.match(name)))
         mixtures = {f"model.layers.{n}.": layer.mixture for n, layer in enumerate(self.config.layers) if layer.mixture}
         return all(counts[name] in (0, 3 * mixture.num_experts) for name, mixture in mixtures.items())
 
     def _can_pack(self, scheme: Quantization) -> bool:
-        """Whether weights of a network that runs natively can be packed in this quantisation scheme."""
+        """Whether weights can be packed in this scheme."""
         if self._stacks_experts and not (scheme == "fp8" and self._has_float8):
             return False
         return can_pack(self.device, self.dtype, scheme)
@@ -267,7 +262,7 @@ class Network:
 
     def _check_invariance(self) -> None:
         if not isinstance(self.config, DecoderConfig):
-            raise StartError(f"--batch-invariant is for the families that run natively, and {self.model_id} is of none")
+            raise StartError(f"--batch-invariant is for the families that run natively, not for {self.model_id}")
         if self.ranks.size > 2:
             raise StartError(
                 f"--tensor-parallel-size is {self.ranks.size}; with --batch-invariant it is at most 2, because a "
@@ -291,12 +286,11 @@ class Network:
             )
 
     def _check_quantization(self) -> None:
-        """Raise StartError if the requested quantisation is not supported. Small weights are packed as a trial, before
-        the model's weights are loaded."""
+        """Raise StartError if the requested quantisation is not supported. Small weights are packed as a trial."""
         if self.checkpoint.packed is not None:
             if self.quantization != "none":
                 raise StartError(
-                    f"--quantization {self.quantization}: those of {self.model_id} are stored quantised already"
+                    f"--quantization {self.quantization}: the weights of {self.model_id} are already quantised"
                 )
             if self.ranks.size > 1:
                 raise StartError("--tensor-parallel-size: weights that are stored quantised cannot be cut")
@@ -327,12 +321,12 @@ class Network:
 
 
 _TRANSPOSED = ("gpt2", "openai-gpt")
-"""Model families whose weight matrices are stored transposed, as [inputs, outputs]. Checkpoints of these families are
-refused if they are stored quantised, because the groups of numbers with one scale lie along the wrong dimension."""
+"""Families with transposed weights, [inputs, outputs]. Quantised checkpoints are refused, because scales lie along the
+wrong dimension."""
 
 
 def _widened(tensors: Mapping[str, torch.Tensor], quantized: Quantized) -> dict[str, torch.Tensor]:
-    """The tensors that are loaded in floating point: all tensors except the matrices that are stored quantised."""
+    """The tensors to load in floating point: all but matrices that are stored quantised."""
     return {name: tensor for name, tensor in tensors.items() if name not in quantized or tensor.dim() != 2}
 
 
@@ -340,6 +334,6 @@ def _read_config(checkpoint: Checkpoint) -> AnyConfig:
     file = checkpoint.path / "config.json"
     try:
         return read_config(checkpoint.config)
-    # The file config.json is untrusted, and code that reads an untrusted file may raise any exception.
+    # Code that reads an untrusted file may raise any exception.
     except Exception as error:
         raise StartError(f"{file}: {str(error) or type(error).__name__}") from error

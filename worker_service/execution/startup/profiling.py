@@ -1,9 +1,7 @@
-"""A trial forward pass over placeholder tokens, which measures speed and memory before the worker serves.
+"""A trial forward pass over placeholder tokens, which measures memory and speed before the worker serves.
 
-On a GPU, the trial pass has as many tokens and sequences as a step may have, with short contexts. The peak memory of
-the trial pass determines how many KV cache blocks fit. On a CPU, the number of blocks depends on free memory only, so
-the trial pass is small and only measures the speed.
-"""
+On a GPU, the pass has the largest size of a step, with short contexts, and its peak memory limits the KV cache. On a
+CPU, the pass is small and measures speed only."""
 
 from array import array
 from typing import TYPE_CHECKING
@@ -21,9 +19,7 @@ if TYPE_CHECKING:
     from worker_service.models.encoders.encoder_decoder import EncoderDecoder  # this import loads transformers
 
 _CPU_TOKENS = 256
-"""Number of tokens of the trial pass on a CPU. On two cores, the default model computes 256 tokens in 0.2 s and 2,048
-tokens in 2 s.
-"""
+"""On two cores, the default model computes 256 tokens in 0.2 s and 2,048 tokens in 2 s."""
 
 
 def measure_prefill(
@@ -33,19 +29,16 @@ def measure_prefill(
     max_num_batched_tokens: int,
     max_num_seqs: int,
 ) -> int:
-    """Measure the prefill speed of a model, in tokens a second. On a GPU, the trial step has `max_num_batched_tokens`
-    tokens and samples `max_num_seqs` sequences.
+    """Tokens a second of prefill. On a GPU, the step has `max_num_batched_tokens` tokens and `max_num_seqs` sequences.
 
-    After the measurement, torch's peak of allocated GPU memory includes the largest possible step. Raises torch's
-    OutOfMemoryError if the trial step does not fit into memory.
-    """
+    Afterwards, torch's peak of GPU memory includes the largest step. Raises torch's OutOfMemoryError."""
     num_tokens = max_num_batched_tokens if device.type == "cuda" else min(max_num_batched_tokens, _CPU_TOKENS)
     num_seqs = min(max_num_seqs, num_tokens) if device.type == "cuda" else 1
     length, num_longer = divmod(num_tokens, num_seqs)
     lengths = [length + 1] * num_longer + [length] * (num_seqs - num_longer)
     longest = min(max(lengths), model.config.max_model_len)
     blocks = range(-(-longest // shape.block_size))
-    # All sequences of the trial step use the same blocks, because the results do not matter.
+    # All sequences use the same blocks, because the results do not matter.
     chunks = [
         ScheduledChunk(
             SequenceState(
@@ -68,12 +61,10 @@ def measure_prefill(
 def measure_encoder_decoder(
     model: "EncoderDecoder", shape: CacheShape, device: torch.device, max_num_batched_tokens: int
 ) -> int:
-    """Measure the speed of an encoder-decoder in tokens a second, where encoder and decoder tokens count. See
-    `measure_prefill`.
+    """Tokens a second of encoder and decoder together, see `measure_prefill`.
 
-    The trial step has one encoder input, because encoders compute one input at a time. The encoder input of an audio
-    model always has the maximum length.
-    """
+    The step has one encoder input, because encoders compute one at a time. An audio model's input has the maximum
+    length."""
     config, is_cuda = model.config, device.type == "cuda"
     is_whole = is_cuda or config.feature_bytes > 0
     num_encoder_tokens = config.max_encoder_len if is_whole else min(config.max_encoder_len, _CPU_TOKENS)
@@ -109,9 +100,7 @@ def measure_encoder_decoder(
 
 
 def measure_encoder(runner: Runner, max_model_len: int, max_num_batched_tokens: int, num_labels: int = 0) -> int:
-    """Measure the speed of an encoder in tokens a second, with texts of the maximum length. On a GPU, the trial step
-    has as many texts as a step may have.
-    """
+    """Tokens a second of an encoder, with texts of the maximum length. On a GPU, the step has the largest size."""
     pooling = PoolingParams(type=PoolingType.SCORE if num_labels else PoolingType.CLS, dimensions=max(1, num_labels))
     num_tokens = max_num_batched_tokens if runner.device.type == "cuda" else _CPU_TOKENS
     length = min(max_model_len, num_tokens)
@@ -131,7 +120,7 @@ def measure_encoder(runner: Runner, max_model_len: int, max_num_batched_tokens: 
 
 def _speed(runner: Runner, chunks: list[ScheduledChunk]) -> int:
     nothing_to_move = SchedulerOutput(epoch=0, step_id=0)
-    # The first pass is not measured, because it also loads libraries and chooses kernels.
+    # The first pass also loads libraries and chooses kernels.
     runner.execute(nothing_to_move, chunks)
     timing = runner.execute(nothing_to_move, chunks).timing
     return round(sum(chunk.stop for chunk in chunks) * 1e6 / max(timing.forward_us, 1))

@@ -1,16 +1,11 @@
-"""The input tensors of a step that is computed with a CUDA graph. The tensors have fixed addresses, so that the graph
-can be replayed.
+"""The inputs of a step with a CUDA graph, at fixed addresses.
 
-Each token of the step is one row. The attention kernel treats every row as a sequence with one query token, which
-attends to itself and to all earlier tokens. Rows of one sequence have the same block table. A step that verifies drafts
-therefore has the same shape as a decode step, and uses the attention kernel for decode steps.
+Each token is one row, which attention treats as a sequence with one query token. Rows of one sequence have the same
+block table, so steps that verify drafts use the kernel for decode steps.
 
-A step is padded with rows to one of a few fixed batch sizes. A padding row has token 0, position -1, slot -1 and no
-adapter. Because of these values, a padding row stores no keys and attends to no keys. In each step, token ids,
-positions and slots are copied to the device in one transfer. The block table of a row is copied only if it differs from
-the table that the row had in the step before. A token that the previous step sampled is copied within the device, so
-that the step need not wait until the host has read the token.
-"""
+A step is padded to a fixed batch size. A padding row (token 0, position -1, slot -1, no adapter) stores and reads no
+keys. Token ids, positions and slots are one transfer, and only changed block tables are copied. Tokens that the host
+has not read yet are copied within the device."""
 
 from array import array
 from bisect import bisect_left
@@ -32,27 +27,23 @@ class UnseenTokens:
     """Tokens that a step has sampled and that the host has not read yet."""
 
     token_ids: Tensor
-    """[rows] int64 on the device, negative for sequences for which sampling failed. A failed sequence continues with a
-    placeholder token.
-    """
+    """[rows] int64 on the device, negative if sampling failed. A failed sequence continues with a placeholder."""
     rows: Mapping[int, int]
-    """The row in `token_ids` of each sequence's token. The key is the sequence id."""
+    """The row of each sequence's token, by sequence id."""
 
 
 def bucket_sizes(max_num_rows: int) -> list[int]:
-    """The batch sizes to which steps are padded, in rows. Padding adds at most 7 rows to a step of fewer than 40 rows,
-    and at most a fifth to a larger step.
-    """
+    """Batch sizes in rows. Padding adds at most 7 rows below 40 rows, and at most a fifth above."""
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_num_rows, 32)]
     return [*(size for size in sizes if size < max_num_rows), max_num_rows]
 
 
 _PADDING_ROW = np.array([[0], [-1], [-1]])
-"""The token id, the position and the slot of a padding row."""
+"""Token id, position and slot."""
 
 
 class DecodeInputs:
-    """The input buffers on the device, for steps of at most `max_num_rows` tokens."""
+    """Device buffers for steps of at most `max_num_rows` tokens."""
 
     def __init__(self, max_num_rows: int, max_model_len: int, block_size: int, device: torch.device) -> None:
         self.sizes = bucket_sizes(max_num_rows)
@@ -71,13 +62,10 @@ class DecodeInputs:
     def fill(
         self, chunks: Sequence[ScheduledChunk], unseen: UnseenTokens | None = None, adapter_slots: Tensor | None = None
     ) -> int:
-        """Copy the inputs of a step into the buffers. Returns the batch size, padding included. The step must not have
-        more than `max_num_rows` tokens.
+        """Copy the inputs of a step, after all work launched before. Returns the batch size, padding included.
 
-        unseen: sampled tokens that are on the device only. A chunk that begins with an unseen token has no further
-        tokens. adapter_slots: shape [tokens] int32, see `CausalModel.forward`. The device writes the buffers after all
-        work that was launched before.
-        """
+        unseen: a chunk that begins with an unseen token has no further tokens. adapter_slots: [tokens] int32, see
+        `CausalModel.forward`."""
         block_size, device = self._block_size, self._rows.device
         places = [(chunk.sequence, position) for chunk in chunks for position in range(chunk.start, chunk.stop)]
         count = len(places)
@@ -100,7 +88,7 @@ class DecodeInputs:
         return size
 
     def tensors(self, size: int, shared: SharedParts | None = None) -> tuple[Tensor, Tensor, Tensor, AttentionMetadata]:
-        """The inputs of the first `size` rows: token ids, positions, slots and attention metadata."""
+        """Token ids, positions, slots and attention metadata of the first `size` rows."""
         token_ids, positions, slots = self._rows[:, :size]
         metadata = AttentionMetadata(
             query_start=self._query_start[: size + 1],
@@ -113,15 +101,12 @@ class DecodeInputs:
         return token_ids, positions, slots, metadata
 
     def adapter_slots(self, size: int) -> Tensor:
-        """The adapter slots of the first `size` rows, [size] int32, as given to `fill`."""
+        """The adapter slots of the first `size` rows, [size] int32."""
         return self._adapter_slots[:size]
 
     def _take_over(self, unseen: UnseenTokens, sources: Sequence[int | None]) -> None:
-        """Copy sampled tokens that are on the device only into their rows.
-
-        sources: for each row of the step, the row of its token in `unseen`, or None if the host knows the token.
-        """
-        # In most steps, the sequences and their order are the same as in the previous step.
+        """sources: for each row, its token's row in `unseen`, or None if the host knows the token."""
+        # Usually, sequences and their order are the same as in the previous step.
         if sources == list(range(len(unseen.token_ids))):
             torch.clamp(unseen.token_ids, min=PLACEHOLDER, out=self._rows[0, : len(sources)])
         elif pairs := [(row, source) for row, source in enumerate(sources) if source is not None]:

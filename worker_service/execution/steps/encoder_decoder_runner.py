@@ -1,4 +1,4 @@
-"""Computes the steps of an encoder-decoder network: first the encoder inputs of a step, then the decoder's tokens."""
+"""Computes the steps of an encoder-decoder: first the encoder inputs, then the decoder's tokens."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
@@ -13,8 +13,7 @@ from worker_service.execution.adapters.adapters import Adapters
 from worker_service.execution.cache.cache_engine import CacheEngine
 from worker_service.execution.sampling.alignment import Aligner
 from worker_service.execution.sampling.forms import Forms
-from worker_service.execution.steps.batch import build_batch
-from worker_service.execution.steps.model_runner import ModelRunner
+from worker_service.execution.steps.model_runner import ModelRunner, build_batch
 from worker_service.execution.steps.running_step import RunningStep
 from worker_service.models.causal_model import CausalModel
 from worker_service.session.session import ScheduledChunk, SequenceState
@@ -24,9 +23,7 @@ if TYPE_CHECKING:
 
 
 class EncoderDecoderRunner(ModelRunner):
-    """Computes steps with an encoder-decoder model and its KV cache. The class is not thread-safe, because one thread
-    owns the device.
-    """
+    """Computes steps with an encoder-decoder model and its KV cache. Not thread-safe."""
 
     def __init__(
         self,
@@ -36,22 +33,19 @@ class EncoderDecoderRunner(ModelRunner):
         adapters: Adapters | None = None,
         aligner: Aligner | None = None,
     ) -> None:
-        """Create a runner.
-
-        aligner: required if the model reports the times of a transcript's tokens.
-        """
+        """aligner: required if the model reports the times of a transcript's tokens."""
         super().__init__(cast(CausalModel, model), cache_engine, forms=forms, adapters=adapters)
         self._model = model
         self._aligner = aligner
-        # The cross-attention queries of the current step in each layer, if a request asks for the times of tokens.
+        # The step's cross-attention queries by layer, if a request asks for the times of tokens.
         self._queries: dict[int, Tensor] = {}
 
     def _encode(self, chunks: Sequence[ScheduledChunk]) -> Sequence[ScheduledChunk]:
         cache = self.cache_engine.device_blocks
         for chunk in chunks:
             if chunk.sequence.is_encoder:
-                adapter_slots = None if self.adapters is None else self.adapters.slots([chunk])
-                self._model.encode(self._given(chunk.sequence), self._slots(chunk.sequence), cache, adapter_slots)
+                slots = self._slots(chunk.sequence)
+                self._model.encode(self._given(chunk.sequence), slots, cache, self._adapter_slots([chunk]))
         return [chunk for chunk in chunks if not chunk.sequence.is_encoder]
 
     def _given(self, sequence: SequenceState) -> Tensor:
@@ -80,16 +74,15 @@ class EncoderDecoderRunner(ModelRunner):
             torch.from_numpy(tables),
             self.device,
         )
-        adapter_slots = None if self.adapters is None else self.adapters.slots(chunks)
         inputs = (batch.token_ids, batch.positions, batch.slots, batch.attention)
         self._queries = {}
         queries = self._queries if any(chunk.sequence.sampling.pooling for chunk in chunks) else None
-        return self._model.forward(*inputs, cache, cross, adapter_slots, queries), batch.query_start
+        return self._model.forward(*inputs, cache, cross, self._adapter_slots(chunks), queries), batch.query_start
 
     def _pool(
         self, chunks: Sequence[ScheduledChunk], query_start: Sequence[int], hidden: Tensor
     ) -> list[tuple[ScheduledChunk, Tensor]]:
-        """The times of a transcript's tokens, for each prompt whose last chunk is in the step. See `ModelRunner`."""
+        """The times of a transcript's tokens, for each prompt whose last chunk is in the step."""
         del hidden
         queries, self._queries = self._queries, {}
         completed = []

@@ -1,4 +1,4 @@
-"""Computes the steps of an encoder: vectors or scores of whole texts. The session has already checked each step."""
+"""Computes the steps of an encoder: vectors or scores of whole texts."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -10,18 +10,17 @@ import torch
 from kernels.upload import upload
 from worker_service.execution.sampling.pooling import pool_all
 from worker_service.execution.steps.model_runner import Runner
-from worker_service.execution.steps.running_step import RunningStep
-from worker_service.execution.steps.step_clock import StepClock
+from worker_service.execution.steps.running_step import RunningStep, StepClock
 from worker_service.session.session import ScheduledChunk
 from worker_service.session.step import SchedulerOutput
 
 if TYPE_CHECKING:
-    # This import loads transformers, which would delay every start of a worker by two seconds.
+    # This import loads transformers, which takes two seconds.
     from worker_service.models.encoders.encoder import Encoder
 
 
 class EncoderRunner(Runner):
-    """Computes steps with an encoder. The class is not thread-safe, because one thread owns the device."""
+    """Computes steps with an encoder. Not thread-safe."""
 
     runs_ahead = False
 
@@ -33,9 +32,7 @@ class EncoderRunner(Runner):
     def launch(
         self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk], before: RunningStep | None = None
     ) -> RunningStep:
-        """Launch a step, see `Runner`. An encoder's step moves no blocks, and is never launched before the previous
-        step has finished.
-        """
+        """An encoder's step moves no blocks, and is never launched ahead."""
         del output, before
         clock = StepClock(self.device)
         clock.mark()
@@ -60,6 +57,6 @@ class EncoderRunner(Runner):
 
 
 def _num_first_tokens(chunk: ScheduledChunk) -> int:
-    """The number of tokens before the second text of a pair, or the number of all tokens of a single text."""
+    """The number of tokens before the second text of a pair, or of all tokens of a single text."""
     pooling = chunk.sequence.sampling.pooling
     return (pooling and pooling.num_first_tokens) or chunk.stop

@@ -1,16 +1,15 @@
-"""Computes the steps of a decoder: moves blocks, runs the model over the batch, and samples tokens. The session has
-already checked each step.
-
-Logits are computed only for rows after which a token is sampled, and for prompts whose log-probabilities are requested.
-"""
+"""Computes the steps of a decoder: moves blocks, runs the model over the batch, and samples tokens. Logits are computed
+only for rows that sample, and for prompts with log-probabilities."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.attention.metadata import AttentionMetadata
 from kernels.upload import upload
 from worker_service.errors import DeviceLostError, InvalidStepError
 from worker_service.execution.adapters.adapters import Adapters
@@ -20,26 +19,59 @@ from worker_service.execution.sampling.forms import Forms
 from worker_service.execution.sampling.logprobs import check_finite, concatenate, gather_logprobs
 from worker_service.execution.sampling.pooling import pool_all
 from worker_service.execution.sampling.sampler import sample
-from worker_service.execution.steps.batch import build_batch
 from worker_service.execution.steps.decode_graphs import DecodeGraphs
-from worker_service.execution.steps.running_step import RunningStep
-from worker_service.execution.steps.step_clock import StepClock
+from worker_service.execution.steps.running_step import RunningStep, StepClock
 from worker_service.models.causal_model import CausalModel
 from worker_service.session.session import ScheduledChunk, SequenceState
 from worker_service.session.step import ModelOutput, SampleLogprobs, SchedulerOutput
 
 _LOGPROB_ROWS = 256
-"""Maximum number of rows of a prompt whose logits are in memory at one time. 2,048 rows of 49,152 float32 logits would
-need 400 MB.
-"""
+"""Rows of a prompt whose logits are in memory at one time. 2,048 rows of 49,152 float32 logits would need 400 MB."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The input tensors of one forward pass: one row for each token, in the order of the chunks."""
+
+    token_ids: Tensor
+    """[num_tokens] int64."""
+    positions: Tensor
+    """Positions in the sequences, [num_tokens] int64."""
+    slots: Tensor
+    """Slots of the KV cache, [num_tokens] int64."""
+    attention: AttentionMetadata
+    query_start: tuple[int, ...]
+    """The first row of each chunk, followed by the number of rows."""
+
+
+def build_batch(chunks: Sequence[ScheduledChunk], block_size: int, device: torch.device) -> Batch:
+    """Build the tensors in host memory, and copy each to the device as a whole. At least one chunk is required."""
+    starts = np.array([chunk.start for chunk in chunks])
+    stops = np.array([chunk.stop for chunk in chunks])
+    query_lens = stops - starts
+    query_start = np.concatenate(([0], np.cumsum(query_lens)))
+    sequence = np.repeat(np.arange(len(chunks)), query_lens)
+    positions = np.arange(query_start[-1]) + (starts - query_start[:-1])[sequence]
+
+    num_blocks = -(-stops // block_size)
+    block_tables = np.zeros((len(chunks), num_blocks.max()), dtype=np.int64)
+    token_ids = np.empty(query_start[-1], dtype=np.int64)
+    for row, chunk in enumerate(chunks):
+        block_tables[row, : num_blocks[row]] = chunk.sequence.block_ids[: num_blocks[row]]
+        token_ids[query_start[row] : query_start[row + 1]] = chunk.token_ids
+
+    slots = block_tables[sequence, positions // block_size] * block_size + positions % block_size
+    return Batch(
+        token_ids=upload(token_ids, torch.int64, device),
+        positions=upload(positions, torch.int64, device),
+        slots=upload(slots, torch.int64, device),
+        attention=AttentionMetadata.build(query_lens.tolist(), stops.tolist(), torch.from_numpy(block_tables), device),
+        query_start=tuple(query_start.tolist()),
+    )
 
 
 def _choosers(chunk: ScheduledChunk) -> list[SequenceState]:
-    """The states of a sequence with which its next tokens are sampled: without drafts, with the first draft, with the
-    first two drafts, …
-
-    Each state contains all tokens on which the sampled token depends.
-    """
+    """The states with which a sequence's next tokens are sampled: without drafts, with one draft, with two, …"""
     sequence, drafts = chunk.sequence, chunk.drafts
     drafted = [replace(sequence, token_ids=sequence.token_ids + drafts[: n + 1]) for n in range(len(drafts))]
     return [sequence, *drafted]
@@ -53,38 +85,30 @@ class Runner:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether this runner can launch steps before the previous step has finished. The method `follow` decides about
-        a given step.
-        """
+        """Whether steps may be launched before the previous step has finished, if `follow` agrees."""
         return False
 
     def follow(self, chunks: Sequence[ScheduledChunk]) -> bool:  # noqa: ARG002 (used by `ModelRunner`)
-        """Whether a step with these chunks may be launched before the host has read the tokens that the previous step
-        sampled.
-        """
+        """Whether a step may be launched before the host has read the previous step's tokens."""
         return False
 
     def launch(
         self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk], before: RunningStep | None = None
     ) -> RunningStep:
-        """Launch the work of a step on the device, without waiting for the result.
+        """Launch a step without waiting for the result.
 
-        chunks: the chunks that the session returned for `output`. before: the previous step, if it has not finished. If
-        `before` is given, `follow` must be true for the chunks.
-        """
+        chunks: the session's result for `output`. before: the previous step, if it has not finished; `follow` must be
+        true."""
         raise NotImplementedError
 
     def execute(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> ModelOutput:
-        """Launch a step and wait for its results."""
         return self.launch(output, chunks).finish()
 
     def recover(self) -> None:
-        """Free the device memory that a failed step has allocated. The caller must have dropped all references to
-        tensors of the failed step.
+        """Free the memory of a failed step, after all references to its tensors are dropped.
 
-        Raises DeviceLostError if this process can no longer use the GPU: after an illegal memory access or a failed
-        assertion in a kernel, every further CUDA call fails.
-        """
+        Raises DeviceLostError if the process can no longer use the GPU: after an illegal memory access or a failed
+        assertion in a kernel, every CUDA call fails."""
         if self.device.type != "cuda":
             return
         try:
@@ -95,11 +119,8 @@ class Runner:
 
 
 class ModelRunner(Runner):
-    """Computes steps with a decoder and its KV cache. The class is not thread-safe, because one thread owns the device.
-
-    `launch` waits for the device only if log-probabilities of a prompt are requested. `RunningStep.finish` waits for
-    the results.
-    """
+    """Computes steps with a decoder and its KV cache. Not thread-safe. `launch` waits for the device only for
+    log-probabilities of a prompt."""
 
     def __init__(
         self,
@@ -118,20 +139,18 @@ class ModelRunner(Runner):
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether the runner has CUDA graphs, without which steps are not launched ahead. See `Runner`."""
         return self._decode_graphs is not None
 
     def follow(self, chunks: Sequence[ScheduledChunk]) -> bool:
-        """Whether a CUDA graph can compute a step with these chunks, see `Runner`."""
         return self._decode_graphs is not None and self._decode_graphs.fit(chunks)
 
     @torch.inference_mode()
     def launch(
         self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk], before: RunningStep | None = None
     ) -> RunningStep:
-        """Launch a step, see `Runner`."""
         clock = StepClock(self.device)
-        self.cache_engine.move(output)
+        if output.moves_blocks:
+            self.cache_engine.move(output)
         clock.mark()
         chunks = self._encode(chunks)
         if not chunks:
@@ -160,27 +179,30 @@ class ModelRunner(Runner):
             choosers = [chooser for chunk in chunks if chunk.chooses for chooser in _choosers(chunk)]
             reports = any(chooser.sampling.logprobs is not None for chooser in choosers)
             token_ids = sample(logits, choosers, masks, may_edit=not reports)
-        vectors = self._pool(chunks, query_start, hidden)
+        pools = any(chunk.sequence.sampling.pooling for chunk in chunks)
+        vectors = self._pool(chunks, query_start, hidden) if pools else []
         return RunningStep(chunks, clock, logits, token_ids, prompt_logprobs, failed, vectors, masks)
 
     def _encode(self, chunks: Sequence[ScheduledChunk]) -> Sequence[ScheduledChunk]:
-        """Compute the step's encoder inputs, if the model has an encoder. Returns the chunks that are no encoder
-        inputs.
-        """
+        """Compute the step's encoder inputs. Returns the other chunks."""
         return chunks
 
     def _begin_forms(self, chunks: Sequence[ScheduledChunk]) -> FormMasks | None:
-        if self._forms is not None:
-            return self._forms.begin(chunks)
-        if any(chunk.sequence.sampling.form for chunk in chunks):
-            raise InvalidStepError("a sequence has a form, and this worker follows none")
-        return None
+        formed = [chunk for chunk in chunks if chunk.sequence.sampling.form]
+        if not formed:
+            return None
+        if self._forms is None:
+            raise InvalidStepError("a sequence has a form, and this worker supports none")
+        return self._forms.begin(formed)
+
+    def _adapter_slots(self, chunks: Sequence[ScheduledChunk]) -> Tensor | None:
+        if self.adapters is None or not any(chunk.sequence.adapter for chunk in chunks):
+            return None
+        return self.adapters.slots(chunks)
 
     def _forward(self, chunks: Sequence[ScheduledChunk], before: RunningStep | None) -> tuple[Tensor, Sequence[int]]:
-        """Compute the forward pass. Returns the hidden states, and the first row of each chunk followed by the number
-        of rows.
-        """
-        adapter_slots = None if self.adapters is None else self.adapters.slots(chunks)
+        """Returns the hidden states, and the first row of each chunk followed by the number of rows."""
+        adapter_slots = self._adapter_slots(chunks)
         if self._decode_graphs is not None and (before is not None or self._decode_graphs.fit(chunks)):
             unseen = None if before is None else before.unseen_tokens()
             hidden = self._decode_graphs.forward(chunks, unseen, adapter_slots)
@@ -195,19 +217,13 @@ class ModelRunner(Runner):
     def _pool(
         self, chunks: Sequence[ScheduledChunk], query_start: Sequence[int], hidden: Tensor
     ) -> list[tuple[ScheduledChunk, Tensor]]:
-        """The vectors that are complete after this step, each with its chunk. hidden, query_start: results of
-        `_forward`.
-        """
+        """The completed vectors, each with its chunk."""
         return pool_all(chunks, query_start, hidden)
 
     def _prompt_logprobs(self, chunk: ScheduledChunk, hidden: Tensor) -> list[SampleLogprobs]:
-        """The log-probabilities of the prompt tokens that the rows of a chunk predict, from the chunk's second token to
-        the token after the chunk.
+        """One report of the prompt tokens that a chunk's rows predict, or an empty list without a request for it.
 
-        hidden: the chunk's hidden states, [chunk's tokens, hidden_size]. Returns one report, or an empty list if the
-        request asks for no log-probabilities. Raises FloatingPointError if log-probabilities cannot be computed,
-        because logits are not finite.
-        """
+        hidden: [chunk's tokens, hidden_size]. Raises FloatingPointError if logits are not finite."""
         num_top = chunk.sequence.sampling.prompt_logprobs
         first, last = chunk.start + 1, min(chunk.stop + 1, chunk.sequence.num_prompt_tokens)
         if num_top is None or first >= last:

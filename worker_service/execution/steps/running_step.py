@@ -1,7 +1,8 @@
 """A step that has been launched on the device, and whose results have not been read yet."""
 
+import time
 from collections.abc import Sequence, Set
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -11,13 +12,42 @@ from worker_service.execution.sampling.logprobs import sample_logprobs
 from worker_service.execution.sampling.pooling import encode
 from worker_service.execution.sampling.sampler import BARRED
 from worker_service.execution.steps.decode_inputs import UnseenTokens
-from worker_service.execution.steps.step_clock import StepClock
 from worker_service.session.session import PLACEHOLDER, ScheduledChunk
 from worker_service.session.step import ModelOutput, SampleLogprobs, SequenceVectors, StepTiming
 
 
+class StepClock:
+    """Measures one step with marks between its parts, which are CUDA events on a GPU. Only reading waits for the
+    device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._events: list[torch.cuda.Event] = []
+        self._times: list[int] = []
+        self.mark()
+
+    def mark(self) -> None:
+        if self._is_cuda:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._events.append(event)
+        else:
+            self._times.append(time.perf_counter_ns() // 1000)
+
+    def has_stopped(self) -> bool:
+        """Whether the device has reached the last mark."""
+        return not self._is_cuda or bool(self._events[-1].query())  # type: ignore[no-untyped-call]
+
+    def durations(self) -> list[int]:
+        """The durations of the parts in microseconds. Waits until the device has reached the last mark."""
+        if not self._is_cuda:
+            return [later - earlier for earlier, later in pairwise(self._times)]
+        self._events[-1].synchronize()
+        return [round(1e3 * earlier.elapsed_time(later)) for earlier, later in pairwise(self._events)]
+
+
 class RunningStep:
-    """A step that the device is computing. The method `finish` waits for the results and reads them."""
+    """A step that the device is computing. `finish` waits for the results and reads them."""
 
     def __init__(
         self,
@@ -32,12 +62,9 @@ class RunningStep:
     ) -> None:
         """Start to copy the sampled tokens to the host.
 
-        logits: shape [rows, vocabulary_size]. token_ids: shape [rows] int64. Each chunk that `chooses` a token has one
-        row for the token after its last token, and one row for each of its draft tokens.
-
-        failed: ids of sequences for whose prompt log-probabilities could not be computed. vectors: the vectors that the
-        step completes, each with its chunk. masks: the masks of sequences that have an output form.
-        """
+        logits: [rows, vocabulary_size]. token_ids: [rows] int64. A chunk that `chooses` has a row for its last token
+        and for each draft. failed: sequences without finite prompt log-probabilities. vectors: completed vectors with
+        their chunks."""
         self.chunks = chunks
         self._sampling = [chunk for chunk in chunks if chunk.samples]
         self._vectors = vectors
@@ -57,16 +84,13 @@ class RunningStep:
         return self._clock.has_stopped()
 
     def unseen_tokens(self) -> UnseenTokens:
-        """The tokens that this step samples, as a tensor on the device. If the next step is launched early, it reads
-        its input tokens from this tensor.
-        """
+        """The sampled tokens on the device, for a step that is launched before the host has read them."""
         return UnseenTokens(
             self._token_ids, {sequence.sequence_id: row for row, sequence in enumerate(self._sequences)}
         )
 
     @torch.inference_mode()
     def finish(self) -> ModelOutput:
-        """Wait until the device has computed the step, and read the results."""
         durations = self._clock.durations()
         found = self._host_token_ids.tolist()
         logits, self._logits = self._logits, None
@@ -133,17 +157,15 @@ class RunningStep:
 
 
 def _num_choices(chunk: ScheduledChunk) -> int:
-    """The number of rows of logits of a chunk: one for the last token and one for each draft token, or none."""
+    """Rows of logits of a chunk: one for the last token and one for each draft, or none."""
     return 1 + len(chunk.drafts) if chunk.chooses else 0
 
 
 def accepted(found: list[int], drafts: Sequence[int]) -> list[int]:
-    """The tokens that a sequence gains in a step: the sampled tokens up to and including the first that differs from
-    its draft.
+    """The sampled tokens up to and including the first that differs from its draft.
 
-    found: the tokens that were sampled after the last known token and after each draft. A sampled token depends only on
-    the tokens before it, so drafts never change an output.
-    """
+    found: the tokens sampled after the last known token and after each draft. A token depends only on the tokens before
+    it, so drafts never change an output."""
     gained = found[:1]
     for draft, token_id in zip(drafts, found[1:], strict=True):
         if gained[-1] != draft or token_id < 0:

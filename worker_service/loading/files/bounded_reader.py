@@ -1,8 +1,4 @@
-"""Reads numbers and names of a little-endian binary header without reading past the end of the file.
-
-A file from an untrusted author may contain any length or count. Before a length or count is used, it is compared with
-the number of bytes that remain in the file.
-"""
+"""Reads a little-endian binary header of an untrusted file; every length is checked against the bytes left."""
 
 import os
 import struct
@@ -14,8 +10,7 @@ _MAX_NAME = 65_535
 
 
 class BoundedReader:
-    """Reads a file from its start, and keeps the current position. Methods raise UnsoundFileError; the argument `what`
-    names the faulty part in the error's message."""
+    """Reads a file from its start. Methods raise UnsoundFileError; `what` names the faulty part."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -23,20 +18,19 @@ class BoundedReader:
         self.position = 0
 
     def number(self, kind: str, what: str) -> int:
-        """Read a whole number. kind: the number's type in the notation of Python's `struct` module."""
+        """kind: the number's type in the notation of `struct`."""
         (number,) = struct.unpack("<" + kind, self.take(struct.calcsize("<" + kind), what))
         return int(number)
 
     def count(self, kind: str, smallest: int, what: str) -> int:
-        """Read a count of items, each of which has at least `smallest` bytes in the file. kind: the count's type in the
-        notation of Python's `struct` module."""
+        """Read a count of items with at least `smallest` bytes each. kind: as for `number`."""
         count = self.number(kind, what)
         if count * smallest > self._left:
             raise UnsoundFileError(f"{what} claims {count} entries, for which the {self._left} bytes left have no room")
         return count
 
     def name(self, what: str) -> str:
-        """Read a name: first its length in bytes, then its bytes in UTF-8."""
+        """Read a length in bytes, then a name in UTF-8."""
         length = self.number("Q", what)
         if length > _MAX_NAME:
             raise UnsoundFileError(f"the name of {what} claims {length} bytes; at most {_MAX_NAME} are allowed")
@@ -46,7 +40,7 @@ class BoundedReader:
             raise UnsoundFileError(f"the name of {what} is not UTF-8") from error
 
     def text(self, limit: int, what: str) -> str:
-        """Read a text: first its length, which must be at most `limit` bytes, then its bytes in UTF-8."""
+        """Read a length of at most `limit` bytes, then a text in UTF-8."""
         length = self.number("Q", what)
         if length > min(limit, self._left):
             self._pass(length, what)
@@ -57,7 +51,6 @@ class BoundedReader:
             raise UnsoundFileError(f"{what} is not UTF-8") from error
 
     def take(self, length: int, what: str) -> bytes:
-        """Read the next `length` bytes of the file."""
         self._pass(length, what)
         taken = self._stream.read(length)
         if len(taken) < length:

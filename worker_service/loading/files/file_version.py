@@ -1,16 +1,15 @@
-"""Detects that a file has changed between two times when it is read."""
+"""Detects changes of a file between two reads."""
 
 from pathlib import Path
 
 from pagewire_common.start_error import StartError
 
 Version = tuple[int, ...]
-"""Attributes of a file that change when the file's content changes."""
+"""Device, inode, size and time of the last change."""
 
 
 def version_of(file: Path) -> Version:
-    """The file's current version: device, inode, size and time of the last change. Raises StartError if the file does
-    not exist."""
+    """Raises StartError if the file cannot be read."""
     try:
         found = file.stat()
     except OSError as error:
@@ -19,6 +18,6 @@ def version_of(file: Path) -> Version:
 
 
 def check_unchanged(file: Path, version: Version) -> None:
-    """Raise StartError if the file no longer has this version."""
+    """Raise StartError if the file has changed."""
     if version_of(file) != version:
         raise StartError(f"{file} was changed while it was read; start again once it is complete")

@@ -1,5 +1,4 @@
-"""Reads JSON files of a model's folder. If a file cannot be read or is not valid JSON, a StartError is raised that
-names the file."""
+"""Reads JSON files of a model's folder. A StartError names the file."""
 
 from pathlib import Path
 from typing import Any
@@ -8,12 +7,10 @@ from pagewire_common.model_files.json_text import loads
 from pagewire_common.start_error import StartError
 
 _MAX_BYTES = 100 << 20
-"""Maximum size of a JSON file in bytes. A model's largest JSON file is usually the index of its weights, which has a
-few hundred bytes per tensor."""
+"""Bytes of a JSON file. The index of weights has a few hundred bytes per tensor."""
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a file that must contain a JSON object."""
     content = read_any_json(file)
     if not isinstance(content, dict):
         raise StartError(f"{file} does not hold a JSON object")
@@ -21,7 +18,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_any_json(file: Path, most: int = _MAX_BYTES) -> Any:
-    """Read a file of at most `most` bytes that may contain any JSON value."""
+    """most: limit in bytes."""
     try:
         if (size := file.stat().st_size) > most:
             raise StartError(f"{file} has {size} bytes; at most {most} are read")

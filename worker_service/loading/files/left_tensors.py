@@ -1,5 +1,4 @@
-"""Refuses a checkpoint with tensors that the network does not use. `_HARMLESS` lists the unused tensors that are
-accepted, each with the reason."""
+"""Refuses checkpoints with tensors that the network does not use, except harmless ones."""
 
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -13,12 +12,12 @@ from worker_service.wording import named
 
 _MAX_NAMED = 5
 _MAX_BIASES = 1 << 20
-"""Maximum number of elements of a bias. No linear layer has more outputs than this limit."""
+"""Elements of a bias. No linear layer has more outputs."""
 
 
 class _Harmless(NamedTuple):
     name: str
-    """A regular expression that matches the last parts of a tensor's name."""
+    """A regular expression for the last parts of a tensor's name."""
     dims: Collection[int]
     reason: str
 
@@ -28,24 +27,20 @@ _HARMLESS = (
     _Harmless(r"(embeddings|position_embedding|embed_positions)\.position_ids", (1, 2), "0, 1, 2, and so on"),
     _Harmless(r"(attn|attention)\.bias", (4,), "a causal mask"),
     _Harmless(r"(attn|attention)\.masked_bias", (0, 1), "the number that masks, minus infinity"),
-    _Harmless(r"mtp(_layers)?\..+", range(8), "layers that guess, which --speculative-config may read"),
+    _Harmless(r"mtp(_layers)?\..+", range(8), "drafting layers, which --speculative-config may read"),
     _Harmless(
         r"(\w*attn|\w*attention|[kqv]_proj)\.([kqv]|kv|prob|output)_(scale|zero_point)", (0, 1),
         "scales for a cache in 8 bits; a cache in --kv-cache-dtype has scales of its own",
     ),
 )  # fmt: skip
-"""Tensors in checkpoints that no network of any model family needs."""
 
 
 def check_none_left(
     tensors: Mapping[str, StoredTensor], taken: Collection[str], ignored: Collection[str], read: Callable[[str], Tensor]
 ) -> None:
-    """Raise StartError if the checkpoint has an unused tensor that might change the network's output if it were used.
-
-    taken: names of used tensors; ignored: patterns of tensor names that this network does not use; read: function that
-    reads a tensor by name. An unused bias that contains only zeros is accepted, because GPTQ's files have a bias for
-    every layer.
-    """
+    """Raise StartError if an unused tensor might change the network's output. taken: names of used tensors; ignored:
+    patterns of names that this network does not use. Biases of zeros are accepted, because GPTQ's files have a bias for
+    every layer."""
     left = [
         name
         for name, tensor in sorted(tensors.items())
@@ -57,8 +52,8 @@ def check_none_left(
     if left:
         more = f" and {len(left) - _MAX_NAMED} more" if len(left) > _MAX_NAMED else ""
         raise StartError(
-            f"{tensors[left[0]].file.parent}: the weights have tensors that nothing in the network of config.json takes"
-            f": {', '.join(map(named, left[:_MAX_NAMED]))}{more}; it is another network, or they should not be there"
+            f"{tensors[left[0]].file.parent}: the weights have tensors that the network of config.json does not use"
+            f": {', '.join(map(named, left[:_MAX_NAMED]))}{more}; config.json may be of another network"
         )
 
 

@@ -1,5 +1,4 @@
-"""Refuses pickled weights, because reading a pickle can run its author's code. The error's message tells how to convert
-pickled weights to safetensors."""
+"""Refuses pickled weights, because reading a pickle can run its author's code."""
 
 from pathlib import Path
 
@@ -16,13 +15,8 @@ _CONVERSION = (
 
 
 def refuse_missing_weights(file: Path, named_by: str) -> None:
-    """Raise a StartError for a missing safetensors file. named_by: the name of the index file that lists the missing
-    file, or an empty string.
-
-    A safetensors file is usually missing because the model was published as pickles. Pickles on the hub are not
-    downloaded, so the folder may not show whether there are pickles. The error's message therefore always mentions
-    pickles.
-    """
+    """Raise StartError. named_by: the index that lists the missing file, or "". The message always mentions pickles:
+    pickles are not downloaded, so the folder may not show them."""
     by = f", which {named_by} names," if named_by else ""
     pickles = sorted(
         found.name

@@ -1,10 +1,5 @@
-"""Reads the header of a safetensors file, and checks it against the file.
-
-A safetensors file begins with the length of its JSON header, as 8 bytes in little-endian order. The JSON header and the
-tensors' data follow. The header states each tensor's type, shape and range of bytes in the data. The tensors' ranges
-follow each other without a gap. Every value of the header is checked against the file's size. Code that uses a checked
-header thus cannot read past the end of the file, and cannot allocate more memory than the file's size.
-"""
+"""Reads the header of a safetensors file, and checks every value against the file's size. The file: 8 bytes for the
+length of the JSON header, the header, then the tensors' data without gaps."""
 
 import json
 import os
@@ -18,7 +13,7 @@ from worker_service.errors import UnsoundFileError
 from worker_service.wording import named, shown
 
 MAX_HEADER_BYTES = 100_000_000
-"""Maximum size of a header in bytes, as the safetensors specification defines it."""
+"""Bytes of a header, the limit of the safetensors specification."""
 
 _BITS = {
     **dict.fromkeys(("F4",), 4),
@@ -28,12 +23,12 @@ _BITS = {
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
-"""Number of bits of an element, for every type that safetensors defines. Some of these types cannot be loaded here."""
+"""Bits of an element, for every type of safetensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a safetensors file. The tensor's bytes are [begin, end), counted from the start of the file."""
+    """Bytes [begin, end) of a file."""
 
     file: Path
     dtype: str
@@ -47,22 +42,19 @@ class StoredTensor:
 
     @property
     def row_bytes(self) -> int:
-        """Number of bytes of one row. A row consists of all elements with the same index in the first dimension."""
+        """Bytes of all elements with the same first index."""
         return self.num_bytes // (self.shape[0] or 1) if self.shape else self.num_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """A checked header of a safetensors file: the header's bytes, the tensors by name, and the metadata."""
-
     content: bytes
     tensors: Mapping[str, StoredTensor]
     metadata: Mapping[str, str]
 
 
 def read_header(file: Path) -> SafetensorsHeader:
-    """Read and check the header of a safetensors file. Raises a StartError that names the file and the faulty
-    tensor."""
+    """Raises a StartError that names the file and the faulty tensor."""
     try:
         with open(file, "rb") as stream:
             file_bytes = os.fstat(stream.fileno()).st_size
@@ -76,7 +68,7 @@ def read_header(file: Path) -> SafetensorsHeader:
 
 def _read_content(stream: BinaryIO, file_bytes: int) -> bytes:
     if file_bytes < 8:
-        raise UnsoundFileError(f"it has {file_bytes} bytes, and the length of its header alone takes 8")
+        raise UnsoundFileError(f"it has {file_bytes} bytes; the length of a header takes 8")
     length = int.from_bytes(stream.read(8), "little")
     if length > min(MAX_HEADER_BYTES, file_bytes - 8):
         raise UnsoundFileError(
@@ -90,7 +82,6 @@ def _read_content(stream: BinaryIO, file_bytes: int) -> bytes:
 
 
 def _parse(content: bytes, file: Path, file_bytes: int) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Parse the header's JSON into tensors and metadata, and check them."""
     try:
         header = json.loads(content.decode(), object_pairs_hook=_without_duplicates)
     except UnsoundFileError:
@@ -139,14 +130,12 @@ def _parse_tensor(name: str, entry: Any, file: Path, data_begin: int, file_bytes
 
 
 def _is_counts(value: Any) -> bool:
-    """Whether a JSON value is a list of non-negative whole numbers. The JSON value true is refused, although True is an
-    int in Python."""
+    """Whether a JSON value is a list of non-negative whole numbers; true does not count."""
     return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)
 
 
 def _count_elements(shape: list[int], limit: int) -> int:
-    """The number of elements of a tensor with this shape, or any number above `limit`. Multiplication stops above the
-    limit, because the product of many large sizes would take too long."""
+    """The number of elements, or any number above `limit`: the exact product of many sizes could take too long."""
     if 0 in shape:
         return 0
     count = 1
@@ -158,8 +147,7 @@ def _count_elements(shape: list[int], limit: int) -> int:
 
 
 def _check_ranges(tensors: Mapping[str, StoredTensor], data_begin: int, file_bytes: int) -> None:
-    """Raise UnsoundFileError if the tensors' ranges of bytes have gaps or overlap, which is a sign of a damaged or
-    malicious file."""
+    """Refuse gaps and overlaps, signs of a damaged or malicious file."""
     reached, last = data_begin, "its header"
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if tensor.begin < reached:

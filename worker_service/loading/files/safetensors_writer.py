@@ -1,4 +1,4 @@
-"""Writes a safetensors file piece by piece, so that a tensor need not be in memory as a whole."""
+"""Writes a safetensors file in pieces, so that no tensor is in memory as a whole."""
 
 import json
 import math
@@ -11,8 +11,7 @@ _ITEM_BYTES = {"BF16": 2, "U8": 1}
 
 @dataclass(frozen=True, slots=True)
 class WrittenTensor:
-    """A tensor that is to be written: its type, its shape, and its bytes in pieces. The iterable `pieces` is consumed
-    once, in order."""
+    """A tensor to write. `pieces` is consumed once, in order."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -20,8 +19,7 @@ class WrittenTensor:
 
 
 def write_safetensors(file: Path, tensors: Mapping[str, WrittenTensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file. Raises ValueError if the total size of a tensor's pieces does not match the tensor's
-    type and shape."""
+    """Raises ValueError if a tensor's pieces do not match its type and shape."""
     header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
     end = 0
     for name, tensor in tensors.items():

@@ -1,9 +1,5 @@
-"""Computes the SHA-256 of tensors on disk, with several threads. A tensor is hashed in pieces, and the tensor's digest
-is the SHA-256 of its pieces' digests.
-
-The pieces of a tensor have a fixed size. The number of threads and the split of a model into files therefore do not
-change a tensor's digest. If the CPU has instructions for SHA-256, a thread hashes about 1.5 GB/s.
-"""
+"""Hashes tensors on disk with several threads; about 1.5 GB/s a thread with SHA-256 instructions. A digest is the
+SHA-256 of the digests of fixed pieces, so threads and the split into files do not change it."""
 
 import hashlib
 import os
@@ -20,8 +16,7 @@ _PIECE_BYTES = 4 << 20
 
 
 def tensor_digests(tensors: Mapping[str, StoredTensor], num_threads: int) -> dict[str, bytes]:
-    """Returns the digest of each tensor. `tensor_digests` reads all bytes of all tensors. Raises StartError if reading
-    fails."""
+    """Raises StartError if reading fails."""
     digests = {name: hashlib.sha256() for name in tensors}
     in_order = sorted(tensors, key=lambda name: (tensors[name].file, tensors[name].begin))
     with (
@@ -50,15 +45,14 @@ def tensor_digests(tensors: Mapping[str, StoredTensor], num_threads: int) -> dic
 
 
 class _Reader(threading.local):
-    """Reads and hashes pieces of an open file. Each thread that uses this object has a buffer of its own."""
+    """Reads and hashes pieces of an open file, with a buffer per thread."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._buffer = memoryview(bytearray(_PIECE_BYTES))
 
     def digest(self, piece: tuple[str, int, int]) -> bytes:
-        """The digest of a piece. piece: the tensor's name, the piece's first byte, and its end. If the file ends inside
-        the piece, raises an EOFError with the tensor's name."""
+        """piece: tensor name, first byte, end. Raises EOFError with the name if the file is too short."""
         name, begin, end = piece
         content = self._buffer[: end - begin]
         filled = 0

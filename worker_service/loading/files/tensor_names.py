@@ -1,21 +1,15 @@
-"""Lists the names that a tensor of a network may have in a checkpoint. transformers accepts the same names.
-
-If the names in a checkpoint lack their first part, such as "bert.", transformers adds this part. A network whose
-checkpoints may lack this part requests the longer name (`EncoderConfig.prefix`), and the shorter name is also tried.
-"""
+"""Lists the names that a tensor may have in a checkpoint, the same as in transformers."""
 
 from collections.abc import Iterator
 
 ZERO_IF_MISSING = frozenset({"final_logits_bias"})
-"""Names of tensors that are filled with zeros if a checkpoint lacks them. BART's first checkpoints have no
-final_logits_bias."""
+"""Tensors that are zero if missing: BART's first checkpoints have no final_logits_bias."""
 _OLD = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
-"""Ends of tensor names, each with the end that BERT's first checkpoints use, which were converted from TensorFlow."""
+"""Ends of names in BERT's first checkpoints, converted from TensorFlow."""
 
 
 def spellings(name: str) -> Iterator[str]:
-    """Yield the names to look for in a checkpoint, beginning with the given name. The names in a checkpoint lack their
-    first part if the network was saved without its head, as GPT-2 was."""
+    """Yield the given name first. Names lack their first part ("bert.") if a network was saved without its head."""
     for one in (name, name.partition(".")[2]):
         if one:
             yield one

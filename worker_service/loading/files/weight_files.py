@@ -1,8 +1,5 @@
-"""Checks the safetensors files of a Hugging Face directory, and reads their tensors into their final places.
-
-No weight is in memory twice: a file's data is read into a buffer of a few megabytes, converted, and copied to its final
-place.
-"""
+"""Checks the safetensors files of a Hugging Face directory, and reads tensors into their final places. A buffer of a
+few megabytes holds the data under way, so no weight is in memory twice."""
 
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -27,19 +24,18 @@ from worker_service.wording import named, shown
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _QUANTIZED = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
-"""Types that are read only for quantised weights, their scales and their zero points."""
+"""Types that only quantised weights, scales and zero points may have."""
 _PIECE_BYTES = 8 << 20
 
 
 class WeightFiles:
-    """The weights of a Hugging Face directory: the file model.safetensors, or the files that
-    model.safetensors.index.json names. Methods raise StartError."""
+    """model.safetensors, or the files named by model.safetensors.index.json. Methods raise StartError."""
 
     def __init__(self, path: Path) -> None:
-        """Find the weight files. A file is not opened before its header is needed."""
+        """Find the files. Headers are read later, when needed."""
         self._index = path / "model.safetensors.index.json"
         self._shard_of = _read_index(self._index) if self._index.exists() else {}
-        # Only the last part of a path in the index is used, so the index cannot name a file outside the model's folder.
+        # The last part of a path only, so that the index cannot name a file outside the folder.
         names = sorted({Path(name).name for name in self._shard_of.values()}) or ["model.safetensors"]
         self._files = [path / name for name in names]
         for file in self._files:
@@ -56,8 +52,7 @@ class WeightFiles:
 
     @cached_property
     def _tensors(self) -> dict[str, StoredTensor]:
-        """All tensors by name. If several files have a tensor of the same name, the index decides which file's tensor
-        is used."""
+        """All tensors by name. The index decides between files with the same tensor."""
         tensors = {name: tensor for header in self._headers.values() for name, tensor in header.tensors.items()}
         for name, shard in self._shard_of.items():
             file = self._index.with_name(Path(shard).name)
@@ -68,15 +63,14 @@ class WeightFiles:
 
     @cached_property
     def dtypes(self) -> Mapping[str, str]:
-        """The type of each tensor by the tensor's name, in the notation of safetensors."""
+        """Types in the notation of safetensors, by tensor name."""
         return {name: tensor.dtype for name, tensor in self._tensors.items()}
 
     def shape(self, name: str) -> Sequence[int]:
-        """The shape of a tensor, which the header of the tensor's file states."""
         return self._tensors[name].shape
 
     def read(self, name: str) -> Tensor:
-        """Read a whole tensor into newly allocated memory, in the type in which it is stored. Raises StartError."""
+        """Read a whole tensor in its stored type."""
         tensor = self._tensors[name]
         dtype = (_DTYPES | _QUANTIZED).get(tensor.dtype)
         if dtype is None:
@@ -86,16 +80,14 @@ class WeightFiles:
         return found
 
     def identity(self) -> Iterator[tuple[str, bytes]]:
-        """Yield each tensor's name, type, shape and digest. The result does not depend on how the weights are split
-        into files. `identity` reads all data of all files."""
+        """Yield names, types, shapes and digests, whatever the split into files. Reads all data."""
         digests = tensor_digests(self._tensors, torch.get_num_threads())
         self._check_unchanged()
         for name, tensor in sorted(self._tensors.items()):
             yield f"{name} {tensor.dtype} {list(tensor.shape)}", digests[name]
 
     def check(self, expected: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
-        """Raise StartError if a tensor of `expected` is missing, has another shape, or is not stored in a
-        floating-point type."""
+        """Also refuses tensors that are not floating-point."""
         for name, place in expected.items():
             shape = cuts[name].shape if name in cuts else place.shape
             tensor = self._find(name)
@@ -111,21 +103,18 @@ class WeightFiles:
                 )
 
     def check_none_left(self, taken: Collection[str], ignored: Collection[str] = ()) -> None:
-        """Implements `Weights.check_none_left`."""
         stored = {found for name in taken if (found := self._stored_name(name))}
         check_none_left(self._tensors, stored, ignored, self.read)
 
     def own(self, tied: Mapping[str, str]) -> frozenset[str]:
-        """Implements `Weights.own`. If the checkpoint lacks a tensor that other tensors are tied to, later reads use
-        the first of these other tensors in its place."""
+        """See `Weights.own`. Replaces a missing source of tied tensors by the first of them."""
         for name, other in tied.items():
             if self._find(name) and not self._find(other):
                 self._stand_ins[other] = name
         return frozenset(name for name, other in tied.items() if self._find(name) and not self._are_equal(name, other))
 
     def _are_equal(self, name: str, other: str) -> bool:
-        """Whether two tensors have the same bytes. Files that torch's own code wrote contain each of two tied
-        tensors."""
+        """Whether two tensors have the same bytes. Files of torch's own code store both of two tied tensors."""
         one, two = self._find(name), self._find(other)
         if one == two:
             return True
@@ -143,10 +132,7 @@ class WeightFiles:
         return are_equal
 
     def load_into(self, places: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
-        """Copy each tensor named in `places` to its place in memory, and convert its type.
-
-        Each file is read once from front to back. Tensors that are not in `places` are skipped.
-        """
+        """See `Weights.load_into`. Each file is read once, from front to back."""
         self.check(places, cuts)
         stored = {name: tensor for name in places if (tensor := self._find(name)) is not None}
         for name in places.keys() - stored:
@@ -164,8 +150,7 @@ class WeightFiles:
         self._check_unchanged()
 
     def _check_unchanged(self) -> None:
-        """Raise StartError if a file has changed since this object was created. A change is possible, because headers,
-        digests and weights are read at different times."""
+        """Refuse changed files: headers, digests and weights are read at different times."""
         for file, version in zip(self._files, self._versions, strict=True):
             check_unchanged(file, version)
 
@@ -174,14 +159,13 @@ class WeightFiles:
         return None if stored is None else self._tensors[stored]
 
     def _stored_name(self, name: str) -> str | None:
-        """The name under which the files contain this tensor, or None if the tensor is missing."""
+        """The tensor's name in the files, or None."""
         names = (*spellings(name), *spellings(self._stand_ins.get(name, "")))
         return next((one for one in names if one in self._tensors), None)
 
 
 def read_tensor(tensor: StoredTensor, name: str, dtype: torch.dtype) -> Tensor:
-    """Read a whole tensor into newly allocated memory. dtype: the torch type in which the file stores the tensor.
-    Raises StartError."""
+    """dtype: the type in the file. Raises StartError."""
     content = bytearray(tensor.num_bytes)
     try:
         with open(tensor.file, "rb", buffering=0) as stream:
@@ -209,16 +193,14 @@ def _num_bytes(tensor: StoredTensor, part: Cut) -> int:
 
 
 def _held(tensor: StoredTensor, part: Cut) -> tuple[int, int]:
-    """For one row of a tensor: the number of bytes before this rank's columns, and the number of bytes of this rank's
-    columns."""
+    """Bytes of a row before this rank's columns, and bytes of these columns."""
     columns = tensor.shape[1] if len(tensor.shape) > 1 else 1
     column_bytes = tensor.row_bytes // (columns or 1)
     return part.columns.start * column_bytes, len(part.columns) * column_bytes
 
 
 def _fill(place: Tensor, name: str, tensor: StoredTensor, part: Cut, stream: FileIO, buffer: memoryview) -> None:
-    """Fill `place` with the rank's part of a tensor. Each read operation reads as many rows as fit into the buffer.
-    `place` may be a view with any strides."""
+    """Read as many rows at a time as fit into the buffer. `place` may have any strides."""
     skipped, width = _held(tensor, part)
     if not _num_bytes(tensor, part):
         return

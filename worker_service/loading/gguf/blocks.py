@@ -1,9 +1,6 @@
-"""Reads the quantised weights of a GGUF file as `GroupedWeight`s. The conversion has copied them to a file in the
-converted model's folder.
-
-A GGUF block contains 32 or 256 neighbouring weights of one output, as integers of 4 to 8 bits, and their scales.
-llama.cpp's ggml-common.h and the Python package gguf define the layouts of blocks.
-"""
+"""Reads the quantised weights of a converted GGUF file as `GroupedWeight`s. A block contains 32 or 256 neighbouring
+weights of one output, in 4 to 8 bits, and their scales. The layouts are from llama.cpp's ggml-common.h and the Python
+package gguf."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
@@ -20,27 +17,24 @@ from worker_service.loading.files.weight_files import read_tensor
 from worker_service.wording import named, shown
 
 FILE = "gguf_blocks.safetensors"
-"""Name of the file with quantised weights in a converted model's folder. A tensor of this file contains the bytes of a
-quantised weight, [outputs, bytes of a row]. The file's metadata contains the block type of each weight."""
+"""File in a converted model's folder: quantised weights [outputs, bytes of a row]. Its metadata has the block types."""
 
 _Parts = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-"""Fields of a `GroupedWeight`, with one row for each GGUF block: numbers [blocks, inputs], scales [blocks, groups],
-minimums [blocks, groups], units [blocks, 2 or 1]."""
+"""Numbers [blocks, inputs], scales [blocks, groups], minimums [blocks, groups], units [blocks, 2 or 1]."""
 
 
 def _float16(blocks: Tensor, *places: int) -> Tensor:
-    """Reads the float16 numbers that begin at the byte offsets `places` in each block. Returns [blocks, places]."""
+    """The float16 numbers at byte offsets `places` of each block, [blocks, places]."""
     return torch.cat([blocks[:, place : place + 2] for place in places], dim=1).view(torch.float16)
 
 
 def _halves(bytes_: Tensor) -> Tensor:
-    """Splits bytes into 4-bit numbers: first the lower halves of all bytes, then the upper halves of all bytes."""
+    """Split bytes into 4-bit numbers: all lower halves, then all upper halves."""
     return torch.cat((bytes_ & 15, bytes_ >> 4), dim=-1)
 
 
 def _fifth_bits(blocks: Tensor, place: int) -> Tensor:
-    """Reads the fifth bits of 32 numbers from the four bytes at offset `place` of each block. Returns [blocks, 32],
-    with 16 for a bit that is set and 0 for other bits."""
+    """The fifth bits of 32 numbers, from 4 bytes at offset `place`: [blocks, 32], 16 or 0."""
     bits = blocks[:, place : place + 4, None] >> torch.arange(8, dtype=torch.uint8) & 1
     return bits.flatten(1) << 4
 
@@ -66,8 +60,7 @@ def _q8_0(blocks: Tensor) -> _Parts:
 
 
 def _scales_of_eight(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Reads scales, minimums and units from blocks of the types Q4_K and Q5_K. A block of these types begins with its
-    two units. The 12 bytes after the units contain 8 scales and 8 minimums of 6 bits each."""
+    """Scales, minimums and units of Q4_K and Q5_K: two units, then 8 scales and 8 minimums of 6 bits in 12 bytes."""
     packed = blocks[:, 4:16]
     low, high, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat((low & 63, (rest & 15) | (low >> 6 << 4)), dim=1)
@@ -102,19 +95,17 @@ _TYPES: dict[str, tuple[int, int, int, Callable[[Tensor], _Parts]]] = {
     "Q5_K": (176, 256, 5, _q5_k),
     "Q6_K": (210, 256, 6, _q6_k),
 }
-"""The supported block types by name. The values are the number of bytes of a block, its number of inputs, the number of
-bits of a weight, and the function that reads blocks."""
+"""Block types: bytes of a block, inputs of a block, bits of a weight, reader."""
 TYPES = frozenset(_TYPES)
 
 
 def grouped_weight(rows: Tensor, kind: str) -> GroupedWeight:
-    """Convert the bytes of a GGUF weight to a `GroupedWeight`. rows is [outputs, bytes]; kind: a block type in TYPES.
-    Raises ValueError if a row does not consist of whole blocks."""
+    """rows: [outputs, bytes]; kind: a key of TYPES. Raises ValueError if rows are not whole blocks."""
     num_bytes, size, bits, read = _TYPES[kind]
     if rows.dim() != 2 or rows.dtype is not torch.uint8 or not rows.numel() or rows.shape[1] % num_bytes:
         raise ValueError(f"rows of {list(rows.shape)} {rows.dtype} are no blocks of {kind}")
     found: tuple[list[Tensor], ...] = ([], [], [], [])
-    for part in torch.split(rows, max(1, 2**20 // rows.shape[1])):  # pieces of 1 MiB stay in a core's cache
+    for part in torch.split(rows, max(1, 2**20 // rows.shape[1])):  # 1 MiB stays in a core's cache
         for tensors, tensor in zip(found, read(part.reshape(-1, num_bytes)), strict=True):
             if tensor is not None:
                 tensors.append(tensor.reshape(len(part), -1))
@@ -129,11 +120,10 @@ def grouped_weight(rows: Tensor, kind: str) -> GroupedWeight:
 
 
 class GgufBlocks(Mapping[str, GroupedWeight]):
-    """The quantised weights of a GGUF file by name. A weight has the same name as in the converted model."""
+    """Quantised weights by their names in the converted model."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder` is a converted model's folder. Raises StartError if the folder has no file of quantised weights, or
-        if this file cannot be read."""
+        """folder: of a converted model. Raises StartError if its file of quantised weights cannot be read."""
         self._file = folder / FILE
         if not self._file.is_file():
             raise StartError(f"{folder} was not converted from a GGUF file with weights of {', '.join(sorted(TYPES))}")
@@ -146,7 +136,7 @@ class GgufBlocks(Mapping[str, GroupedWeight]):
                 raise StartError(f"{self._file} cannot be read: the type of {named(name)} is {shown(kind)}")
 
     def __getitem__(self, name: str) -> GroupedWeight:
-        """Raises KeyError if the weight is not quantised in the GGUF file, and StartError if reading fails."""
+        """Raises KeyError for an unquantised weight, and StartError if reading fails."""
         kind = self._types[name]
         try:
             return grouped_weight(self._rows(name), kind)
@@ -160,10 +150,8 @@ class GgufBlocks(Mapping[str, GroupedWeight]):
         return iter(self._types)
 
     def digest(self) -> str:
-        """The SHA-256 of all quantised weights, in hexadecimal. The order of the weights in the file does not change
-        the result. Raises StartError."""
-        # The weights are hashed in sorted order, because all workers with the same model must compute the same digest,
-        # and the safetensors library writes metadata in varying order.
+        """SHA-256 of all quantised weights, in hexadecimal. Raises StartError."""
+        # Sorted, because safetensors writes metadata in varying order and all workers need the same digest.
         digest = hashlib.sha256()
         for name, kind in sorted(self._types.items()):
             rows = self._rows(name)
@@ -175,8 +163,7 @@ class GgufBlocks(Mapping[str, GroupedWeight]):
         return len(self._types)
 
     def _rows(self, name: str) -> Tensor:
-        """The bytes of a weight, [outputs, bytes of a row]. Raises StartError if reading fails, or if the file has
-        changed since this object was created, because the digest of the weights would then be wrong."""
+        """[outputs, bytes of a row]. Raises StartError, also if the file has changed since its digest."""
         tensor = self._tensors[name]
         if tensor.dtype != "U8":
             raise StartError(f"{self._file} cannot be read: the blocks of {named(name)} are {tensor.dtype}")

@@ -1,8 +1,5 @@
-"""Converts the keys of a GGUF file that describe the network to the content of a config.json.
-
-Each key has the same meaning and default value as in llama.cpp's code in src/models/. GGUF has no keys about biases: a
-layer has a bias if the file contains a tensor with the bias.
-"""
+"""Converts the keys of a GGUF file that describe the network to a config.json. Keys have the meanings and defaults of
+llama.cpp's src/models/. A layer has a bias if the file has its tensor."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,14 +13,12 @@ from worker_service.wording import shown
 Json = dict[str, Any]
 
 _27B = {"gemma2": 46, "gemma3": 62}
-"""Number of layers of Gemma's 27B models, by architecture. llama.cpp recognises a 27B model by its number of layers,
-and scales its attention by the hidden size divided by the number of heads."""
+"""Layers of Gemma's 27B models, whose attention llama.cpp scales by hidden size / heads."""
 _GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 
 
 def read_network(keys: GgufKeys, tensors: Collection[str], divisors: Divisors, vocabulary: int) -> Json:
-    """Returns the content of a config.json, without the ids of special tokens. `tensors`: names of all tensors in the
-    GGUF file. Raises ValueError if the network is not supported."""
+    """Returns config.json without special tokens. `tensors`: names of all tensors. Raises ValueError."""
     if (network := ARCHITECTURES.get(keys.architecture)) is None:
         supported = ", ".join(sorted(ARCHITECTURES))
         raise ValueError(f"its architecture is {shown(keys.architecture)}; supported are {supported}")
@@ -44,7 +39,7 @@ def read_network(keys: GgufKeys, tensors: Collection[str], divisors: Divisors, v
     head_dim = keys.own("attention.key_length", COUNT) or hidden // heads
     value_length = keys.own("attention.value_length", COUNT)
     if value_length not in (None, head_dim):
-        raise ValueError(f"its attention.value_length is another than its attention.key_length, {head_dim}")
+        raise ValueError(f"its attention.value_length differs from its attention.key_length, {head_dim}")
     base: Json = {
         "model_type": network.model_type,
         "architectures": [network.class_name],
@@ -73,7 +68,7 @@ def read_network(keys: GgufKeys, tensors: Collection[str], divisors: Divisors, v
     return base | network.read(keys, base)
 
 
-def _mixtral(keys: GgufKeys, base: Json) -> Json:  # noqa: ARG001 (the readers of other networks use `base`)
+def _mixtral(keys: GgufKeys, base: Json) -> Json:  # noqa: ARG001 (other networks' readers use `base`)
     count, chosen = _read_experts(keys)
     return {"num_local_experts": count, "num_experts_per_tok": chosen, "sliding_window": None}
 
@@ -96,7 +91,7 @@ def _qwen3_moe(keys: GgufKeys, base: Json) -> Json:
 
 
 def _read_experts(keys: GgufKeys) -> tuple[int, int]:
-    """Reads the number of experts in a layer, and the number of experts that each token uses."""
+    """Experts of a layer, and experts for each token."""
     count, chosen = keys.need_own("expert_count", COUNT), keys.need_own("expert_used_count", COUNT)
     if chosen > count:
         raise ValueError(f"its {keys.architecture}.expert_used_count is {chosen}, and its expert_count {count}")
@@ -109,8 +104,7 @@ def _smollm3(keys: GgufKeys, base: Json) -> Json:  # noqa: ARG001
 
 
 def _phi3(keys: GgufKeys, base: Json) -> Json:
-    """Reads the keys of Phi-3. The sliding window that the file states is used. llama.cpp, in contrast, ignores Phi-3's
-    window and prints a warning."""
+    """Unlike llama.cpp, this project applies the sliding window that the file states."""
     original = base["rope_parameters"].get("original_max_position_embeddings", base["max_position_embeddings"])
     window = keys.own("attention.sliding_window", SIZE) or None
     return {"sliding_window": window, "original_max_position_embeddings": original}
@@ -119,7 +113,7 @@ def _phi3(keys: GgufKeys, base: Json) -> Json:
 def _gemma2(keys: GgufKeys, base: Json) -> Json:
     theta = base["rope_parameters"]["rope_theta"]
     if keys.own("rope.freq_base_swa", POSITIVE) not in (None, theta):
-        raise ValueError(f"its gemma2.rope.freq_base_swa is another than its rope.freq_base, {theta}")
+        raise ValueError(f"its gemma2.rope.freq_base_swa differs from its rope.freq_base, {theta}")
     return {
         "attn_logit_softcapping": keys.own("attn_logit_softcapping", POSITIVE) or 50.0,
         "final_logit_softcapping": keys.own("final_logit_softcapping", POSITIVE) or 30.0,
@@ -154,8 +148,7 @@ def _attention_scalar(keys: GgufKeys, base: Json) -> int:
 
 
 def _windows(keys: GgufKeys, base: Json, window: int, period: int) -> Json:
-    """Determines which layers have a sliding window. By default, each group of `period` consecutive layers ends with a
-    layer without a window, and its other layers have a window. The file may state another pattern."""
+    """The layers with a window: by default all but the last of each `period` layers."""
     number_of_layers, key = base["num_hidden_layers"], "attention.sliding_window_pattern"
     if keys.is_array(f"{keys.architecture}.{key}"):
         of_layers = [bool(value) for value in keys.numbers(f"{keys.architecture}.{key}", FLAG)]
@@ -171,11 +164,7 @@ def _windows(keys: GgufKeys, base: Json, window: int, period: int) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class _Network:
-    """A family of networks, and how its config.json is made from the keys of a GGUF file.
-
-    biases: the keys of config.json that state whether layers have biases, each with the names of the GGUF tensors to
-    which the key applies. read: the function that reads the remaining keys.
-    """
+    """A family of networks. biases: keys of config.json with the GGUF tensors of their biases; read: for other keys."""
 
     model_type: str
     class_name: str
@@ -186,7 +175,7 @@ class _Network:
 _ATTENTION = {"attention_bias": ("attn_q", "attn_k", "attn_v", "attn_output")}
 _ALL = {**_ATTENTION, "mlp_bias": ("ffn_gate", "ffn_up", "ffn_down")}
 _MIXTRAL = _Network("mixtral", "MixtralForCausalLM", {}, _mixtral)
-"""The network of a GGUF file whose architecture is "llama" and whose layers have experts."""
+"""Networks of the architecture "llama" with experts."""
 ARCHITECTURES = {
     "gemma": _Network("gemma", "GemmaForCausalLM", _ATTENTION, lambda *_: _GELU),
     "gemma2": _Network("gemma2", "Gemma2ForCausalLM", _ATTENTION, _gemma2),
@@ -198,5 +187,4 @@ ARCHITECTURES = {
     "qwen3moe": _Network("qwen3_moe", "Qwen3MoeForCausalLM", _ATTENTION, _qwen3_moe),
     "smollm3": _Network("smollm3", "SmolLM3ForCausalLM", _ALL, _smollm3),
 }
-"""Supported networks, by the value of the key general.architecture. The GGUF files of Mistral, Mixtral and SmolLM2
-state "llama". The network qwen2 always has biases, so its config.json has no key for biases."""
+"""Networks by general.architecture. "llama" includes Mistral, Mixtral and SmolLM2; qwen2 always has biases."""

@@ -1,13 +1,6 @@
-"""Converts a GGUF file to a Hugging Face directory with bfloat16 safetensors.
-
-A GGUF file is refused if it has a key or a tensor that the conversion does not use. Weights are converted to bfloat16
-in pieces of a few megabytes. Quantised weights are also copied unchanged to a second file in the directory.
-
-The conversion runs in a separate process, `python -m worker_service.loading.gguf.conversion FILE FOLDER`, for two
-reasons. First, a malformed file may crash the tokenizers library and its process. Second, the conversion of a
-vocabulary of 262,144 tokens requires 300 MB of memory, which the process returns when it ends. On Linux, the process is
-ended if the worker ends.
-"""
+"""Converts a GGUF file to a Hugging Face directory with bfloat16 safetensors; quantised weights are also copied. The
+conversion runs in a process of its own: a malformed file may crash the tokenizers library, and the 300 MB for a
+vocabulary of 262,144 tokens are returned at its end. Unused keys and tensors are refused."""
 
 import json
 import subprocess
@@ -35,13 +28,12 @@ from worker_service.loading.gguf.tensors import Target, map_tensors
 from worker_service.wording import named, reason, shown
 
 VERSION = 5
-"""Version of the conversion. The version must be increased whenever the results of the conversion change, so that
-folders of an older version are not used."""
+"""Increased with every change of the conversion's results, so that older folders are not used."""
 _REFUSED = 2
-"""Exit status of a conversion process that refused the GGUF file and printed the reason."""
+"""Exit status of a process that printed why it refused the file."""
 _PIECE_ELEMENTS = 1 << 21
 _POSITIONS = {"llama": (FREQS, LONG, SHORT), "phi3": (LONG, SHORT)}
-"""Names of the GGUF tensors with divisors of rotary angles, by architecture."""
+"""GGUF tensors with divisors of rotary angles, by architecture."""
 _POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}
 _MAX_SHOWN = 8
 
@@ -49,11 +41,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def convert_gguf(file: Path, folder: Path) -> None:
-    """Convert a GGUF file, and fill an existing folder with config, tokenizer and weights. `file`: the model's GGUF
-    file, or any part of a model that is split into several files.
-
-    Raises StartError if the GGUF file cannot be read, or if any key or tensor cannot be converted.
-    """
+    """Fill an existing folder. `file`: the model's file or any of its parts. Raises StartError."""
     command = [sys.executable, "-m", __name__, str(file), str(folder)]
     child = subprocess.run(command, capture_output=True, text=True, check=False)
     if child.returncode == 0:
@@ -67,7 +55,7 @@ def _main(file: Path, folder: Path) -> None:
         _convert(read_gguf(find_parts(file)), folder)
     except StartError as error:
         refusal = str(error)
-    except Exception as error:  # the packages gguf and tokenizers may raise any error
+    except Exception as error:  # gguf and tokenizers may raise any error
         refusal = f"{file} cannot be converted from GGUF: {reason(error)}"
     else:
         return
@@ -76,12 +64,12 @@ def _main(file: Path, folder: Path) -> None:
 
 
 def _convert(file: GgufFile, folder: Path) -> None:
-    # The import is inside this function, so that workers that import this module do not load the tokenizers library.
+    # Imported here, so that workers do not load the tokenizers library.
     from worker_service.loading.gguf.tokenizer import convert_tokenizer
 
     keys, tensors = GgufKeys(file.metadata), file.tensors
     if (kind := keys.get("general.type", TEXT)) not in (None, "model"):
-        raise ValueError(f"it is no model but, by its general.type, {shown(kind)}")
+        raise ValueError(f"its general.type is {shown(kind)}, not a model")
     if (embeddings := tensors.get("token_embd.weight")) is None:
         raise ValueError("it has no tensor token_embd.weight")
     vocabulary = embeddings.shape[-1] if embeddings.shape else 0
@@ -92,7 +80,7 @@ def _convert(file: GgufFile, folder: Path) -> None:
     if left := sorted(tensors.keys() - {target.source for target in targets.values()} - divisors.keys()):
         listed = ", ".join(map(named, left[:_MAX_SHOWN]))
         more = f" and {len(left) - _MAX_SHOWN} more" if len(left) > _MAX_SHOWN else ""
-        raise ValueError(f"no part of the architecture {keys.architecture} is made of its tensor {listed}{more}")
+        raise ValueError(f"the architecture {keys.architecture} does not use its tensor {listed}{more}")
     ids = convert_tokenizer(keys, vocabulary, folder)
     token_ids = {"bos_token_id": ids.bos, "eos_token_id": list(ids.ends), "pad_token_id": ids.pad}
     _write_json(folder / "config.json", config | token_ids)
@@ -126,7 +114,7 @@ def _widened(target: Target, tensor: GgufTensor | None) -> Iterator[memoryview]:
         return
     for rows in _rows(target, tensor):
         values = _dequantized(rows, tensor.type_name)
-        if len(target.shape) == 1:  # a bias or a norm is stored as one row
+        if len(target.shape) == 1:  # a bias or a norm is one row
             values = values.reshape(-1)
             if target.heads:
                 values = values[_order(len(values), target.heads)]
@@ -142,8 +130,7 @@ def _widened(target: Target, tensor: GgufTensor | None) -> Iterator[memoryview]:
 
 
 def _rows(target: Target, tensor: GgufTensor) -> Iterator[npt.NDArray[np.uint8]]:
-    """Yield the bytes of a target's rows, in the order of rows in the Hugging Face checkpoint. Each yielded array
-    contains several rows."""
+    """Yield arrays with the bytes of several rows, in the order of the Hugging Face checkpoint."""
     count = target.shape[0] if len(target.shape) == 2 else 1
     together = count // target.heads if target.heads and len(target.shape) == 2 else 1
     most = max(1, _PIECE_ELEMENTS // max(1, tensor.shape[0] * together)) * together
@@ -159,8 +146,7 @@ def _rows(target: Target, tensor: GgufTensor) -> Iterator[npt.NDArray[np.uint8]]
 
 
 def _order(count: int, heads: int) -> npt.NDArray[np.intp]:
-    """For each row of the Hugging Face checkpoint, the number of the same row in the GGUF file. The two rows of a
-    rotary pair are neighbours in the GGUF file, and half a head apart in the checkpoint."""
+    """The GGUF row of each checkpoint row. Rotary pairs are neighbours in GGUF, half a head apart in checkpoints."""
     return np.arange(count).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
@@ -171,19 +157,18 @@ def _dequantized(rows: npt.NDArray[np.uint8], type_name: str) -> Floats:
     try:
         values = dequantize(rows, GGMLQuantizationType[type_name])
     except NotImplementedError as error:
-        raise ValueError(f"it has weights of the type {type_name}, which cannot be widened") from error
+        raise ValueError(f"it has weights of the type {type_name}, which cannot be dequantised") from error
     return np.asarray(values, np.float32)
 
 
 def _values(tensor: GgufTensor) -> Floats:
-    """All values of a small tensor, converted to float32."""
+    """Values of a small tensor in float32."""
     (rows,) = _rows(Target((1, *tensor.shape), None), tensor)
     return _dequantized(rows, tensor.type_name).reshape(-1)
 
 
 def _write_pooling(keys: GgufKeys, folder: Path) -> None:
-    """If the GGUF file states a pooling type, write it to modules.json and 1_Pooling, in the format of
-    sentence-transformers."""
+    """Write the file's pooling type, if any, in the format of sentence-transformers."""
     if not (kind := keys.own("pooling_type", WHOLE)):
         return
     if kind not in _POOLINGS:

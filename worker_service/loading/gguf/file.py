@@ -1,8 +1,4 @@
-"""Reads the headers of a model in the GGUF format. The model is one file, or several files that are called parts.
-
-The parts of a model are in one folder, and are named NAME-00001-of-00003.gguf, NAME-00002-of-00003.gguf and so on. If a
-user names any part, the whole model is loaded.
-"""
+"""Reads the headers of a GGUF model, one file or parts NAME-00001-of-00003.gguf and so on in a folder."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -24,8 +20,7 @@ _OF_A_PART = ("split.no", "split.count", "split.tensors.count")
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """A GGUF model's keys with their values, and its tensors by name. Keys that describe the split of the model into
-    parts are left out."""
+    """Keys and tensors of a model, without the keys about the split into parts."""
 
     path: Path
     metadata: Mapping[str, Value]
@@ -33,14 +28,13 @@ class GgufFile:
 
 
 def model_name(file: Path) -> str:
-    """The name of a GGUF file without its suffix and, if the file is a part, without the part's number."""
+    """The file name without suffix and part number."""
     found = _PART.fullmatch(file.name)
     return found["name"] if found else file.stem
 
 
 def find_parts(file: Path) -> list[Path]:
-    """All files of the model to which `file` belongs. Raises StartError if `file` is a part by its name, and another
-    part of the model is missing."""
+    """All parts of the model of `file`. Raises StartError if a part is missing."""
     found = _PART.fullmatch(file.name)
     if found is None or not 1 <= int(found["number"]) <= int(found["count"]):
         return [file]
@@ -54,7 +48,7 @@ def find_parts(file: Path) -> list[Path]:
 
 
 def read_gguf(parts: Sequence[Path]) -> GgufFile:
-    """Read the headers of a model's parts, in order, and join them. Raises a StartError that names the faulty file."""
+    """Read and join the parts' headers, in order. A StartError names the faulty file."""
     headers = [read_gguf_header(part) for part in parts]
     metadata: dict[str, Value] = {}
     tensors: dict[str, GgufTensor] = {}
@@ -89,13 +83,13 @@ def _check_part(header: GgufHeader, number: int, count: int) -> None:
 def _join(metadata: dict[str, Value], of_part: Mapping[str, Value]) -> None:
     for key, value in of_part.items():
         if key in metadata and not np.array_equal(np.asarray(metadata[key]), np.asarray(value)):
-            raise UnsoundFileError(f"its {named(key)} is another than that of the first part")
+            raise UnsoundFileError(f"its {named(key)} differs from the first part's")
         metadata[key] = value
 
 
 def _check_counts(metadata: Mapping[str, Value], tensors: Mapping[str, GgufTensor], said_tensors: Value) -> None:
-    """Raise UnsoundFileError if a size that the keys state contradicts the tensors. Without this check, a wrong size
-    could make the conversion allocate too much memory."""
+    """Refuse sizes in keys that contradict the tensors; wrong sizes could make the conversion allocate too much
+    memory."""
     if said_tensors is not None and not (type(said_tensors) is int and said_tensors == len(tensors)):
         raise UnsoundFileError(f"split.tensors.count is {shown(said_tensors)}, and the parts have {len(tensors)}")
     num_blocks = len({block[1] for name in tensors if (block := _BLOCK.match(name))})

@@ -1,9 +1,5 @@
-"""Reads the header of a GGUF file, and checks it against the file.
-
-A GGUF file begins with a magic number, a version, the number of tensors and the number of keys. The keys with their
-values follow, then the name, shape, type and offset of each tensor, and at last the tensors' data. Before a length,
-count or offset is used, it is checked against the size of the file.
-"""
+"""Reads the header of a GGUF file, and checks every length, count and offset against the file's size. The file: magic
+number, version, counts, keys with values, tensors' names, shapes, types and offsets, then data."""
 
 import math
 import struct
@@ -23,31 +19,26 @@ from worker_service.wording import named, shown
 
 VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
-"""GGUF's types of numbers, by the type's number in the file. The values are formats of Python's `struct` module."""
+"""Formats of `struct`, by GGUF's number of the type."""
 _BOOLEAN, _STRING, _ARRAY = 7, 8, 9
 _SMALLEST_PAIR = 8 + 4 + 1
 _SMALLEST_TENSOR = 8 + 4 + 4 + 8
 _MAX_NESTING = 4
 _MAX_DIMENSIONS = 4
 _MAX_TEXTS = 1 << 22
-"""Maximum number of texts in an array. The limit is four times the number of merges in the largest existing
-vocabulary."""
+"""Texts of an array: four times the merges of the largest vocabulary."""
 _MAX_VALUE_BYTES = 1 << 26
-"""Maximum number of bytes of a text or of an array of numbers. The largest existing chat templates and vocabularies
-have less than 10 MB."""
+"""Bytes of a text or of an array of numbers. The largest templates and vocabularies have less than 10 MB."""
 _MAX_METADATA_BYTES = 1 << 30
 _DEFAULT_ALIGNMENT = 32
 
 Value: TypeAlias = "bool | int | float | str | list[str] | npt.NDArray[Any] | None"
-"""Value of a key in a GGUF file. None replaces the value if it is an array of arrays, a type that no known key uses."""
+"""Value of a key. None replaces arrays of arrays, which no known key uses."""
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor in a GGUF file. The tensor's bytes are [begin, end), counted from the start of the file.
-
-    As in the GGUF file, the first entry of `shape` is the dimension whose elements are contiguous in memory.
-    """
+    """Bytes [begin, end) of a file. The first dimension of `shape` is contiguous, as in GGUF."""
 
     file: Path
     type_name: str
@@ -57,21 +48,18 @@ class GgufTensor:
 
     @property
     def row_bytes(self) -> int:
-        """Number of bytes of one row. A row consists of all elements along the first dimension of `shape`."""
+        """Bytes of all elements along the first dimension."""
         return (self.end - self.begin) // max(1, math.prod(self.shape[1:]))
 
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """The checked header of a GGUF file: the values by key, and the tensors by name."""
-
     metadata: Mapping[str, Value]
     tensors: Mapping[str, GgufTensor]
 
 
 def read_gguf_header(file: Path) -> GgufHeader:
-    """Read and check the header of a GGUF file. Raises a StartError that names the file and the faulty key or
-    tensor."""
+    """A StartError names the file and the faulty key or tensor."""
     try:
         with open(file, "rb") as stream:
             return _read_header(BoundedReader(stream), file)
@@ -150,7 +138,7 @@ def _read_array(reader: BoundedReader, what: str, depth: int = 0) -> Value:
 
 
 def _smallest(value_type: int) -> int:
-    """The minimum number of bytes that a value of this GGUF type occupies in the file."""
+    """Minimum number of bytes of a value of this type."""
     return struct.calcsize("<" + _SCALARS[value_type]) if value_type in _SCALARS else 8
 
 
@@ -171,7 +159,7 @@ def _read_tensor_infos(reader: BoundedReader, num_tensors: int) -> dict[str, _Te
         num_dimensions = reader.number("I", what)
         if num_dimensions > _MAX_DIMENSIONS:
             raise UnsoundFileError(
-                f"tensor {named(name)} has {num_dimensions} dimensions; at most {_MAX_DIMENSIONS} can be"
+                f"tensor {named(name)} has {num_dimensions} dimensions; at most {_MAX_DIMENSIONS} are supported"
             )
         shape = tuple(reader.number("Q", what) for _ in range(num_dimensions))
         infos[name] = _TensorInfo(shape, reader.number("I", what), reader.number("Q", what))
@@ -188,7 +176,7 @@ def _place(file: Path, name: str, info: _TensorInfo, alignment: int, data_begin:
     if info.offset % alignment:
         raise UnsoundFileError(f"tensor {named(name)} is at {info.offset}, which is no multiple of {alignment}")
     begin = data_begin + info.offset
-    # A tensor has at most four dimensions, so the product of its sizes stays small.
+    # At most four dimensions, so the product stays small.
     end = begin + math.prod(info.shape) // kind.block_size * kind.block_bytes
     if end > file_bytes:
         raise UnsoundFileError(
@@ -207,7 +195,7 @@ def _check_overlaps(tensors: Mapping[str, GgufTensor]) -> None:
 
 
 class _TensorType(NamedTuple):
-    """A tensor type of GGUF, in which a block of `block_size` elements occupies `block_bytes` bytes."""
+    """A tensor type with blocks of `block_size` elements in `block_bytes` bytes."""
 
     name: str
     block_size: int
@@ -216,8 +204,7 @@ class _TensorType(NamedTuple):
 
 @cache
 def _tensor_types() -> dict[int, _TensorType]:
-    """GGUF's tensor types, by the type's number in the file. The table comes from the Python package gguf, which also
-    dequantises the tensors."""
+    """Tensor types by GGUF's number, from the Python package gguf, which also dequantises."""
     from gguf.constants import GGML_QUANT_SIZES
 
     return {int(number): _TensorType(number.name, *sizes) for number, sizes in GGML_QUANT_SIZES.items()}

@@ -1,10 +1,5 @@
-"""Reads the keys of a GGUF file, and records which keys have been read. A file with a key that has not been read is
-refused.
-
-LEFT_OUT lists the keys that are accepted without being read, because they do not change the model's outputs. Keys that
-describe the network begin with the architecture's name. A key that begins with another name, such as
-`mradermacher.quantized_by`, is a note of the file's publisher and is ignored.
-"""
+"""Reads the keys of a GGUF file, and refuses a file with unread keys that may change outputs. Keys of the network begin
+with the architecture's name. Unknown first parts (`mradermacher.quantized_by`) are notes."""
 
 import re
 from collections.abc import Mapping
@@ -24,10 +19,9 @@ LEFT_OUT = {
     r"tokenizer\.ggml\.(fim_(pre|suf|mid)|prefix|suffix|middle)_token_id": "for infilling, which is no call here",
     r"tokenizer\.huggingface\.json": "the tokenizer once more, for other programs",
 }
-"""Regular expressions that match whole keys. The matching keys are not read, for the reason that is given as the
-value."""
+"""Patterns of whole keys that do not change outputs, with reasons."""
 _RESERVED = ("general", "tokenizer", "split", "quantize")
-"""First parts of the keys that GGUF defines. A key that GGUF defines may also begin with the architecture's name."""
+"""First parts of keys that GGUF defines, besides the architecture's name."""
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention.causal": (True,),
@@ -50,8 +44,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "tensor_data_layout": ("Meta AI original pth",),
     "use_parallel_residual": (False,),
 }
-"""Keys without the architecture's name, each with the values that have no effect on the supported networks. Any other
-value is refused."""
+"""Keys without the architecture's name, with the values that have no effect. Other values are refused."""
 _NEUTRAL_OF_TOKENIZERS: dict[str, tuple[object, ...]] = {
     "tokenizer.ggml.add_sep_token": (False,),
     "tokenizer.ggml.remove_extra_whitespaces": (False,),
@@ -61,8 +54,7 @@ _MAX_SHOWN = 8
 
 
 class GgufKeys:
-    """The keys of a GGUF file with their values. Methods raise a ValueError if a value is invalid. The error's message
-    is the second half of a sentence, to which the caller adds a first half with the file's name."""
+    """Methods raise a ValueError without the file's name, which the caller adds."""
 
     def __init__(self, metadata: Mapping[str, Value]) -> None:
         self._metadata = metadata
@@ -70,7 +62,7 @@ class GgufKeys:
         self.architecture = self.need("general.architecture", TEXT)
 
     def get(self, key: str, kind: Kind[T]) -> T | None:
-        """The value of a key, or None if the file lacks the key."""
+        """The value of a key; None if missing."""
         self._taken.add(key)
         if key not in self._metadata:
             return None
@@ -79,24 +71,21 @@ class GgufKeys:
         return value
 
     def need(self, key: str, kind: Kind[T]) -> T:
-        """The value of a key that the file must have. Raises ValueError if the file lacks the key."""
+        """The value of a required key."""
         if (value := self.get(key, kind)) is None:
             raise ValueError(f"it has no {named(key)}")
         return value
 
     def own(self, key: str, kind: Kind[T]) -> T | None:
-        """The value of a key that begins with the architecture's name, or None if the file lacks the key. key: the key
-        without the architecture's name."""
+        """`get` for the key with the architecture's name in front."""
         return self.get(f"{self.architecture}.{key}", kind)
 
     def need_own(self, key: str, kind: Kind[T]) -> T:
-        """The value of a required key that begins with the architecture's name. key: the key without the architecture's
-        name."""
+        """`need` for the key with the architecture's name in front."""
         return self.need(f"{self.architecture}.{key}", kind)
 
     def of_all_layers(self, key: str, kind: Kind[int]) -> int | None:
-        """The value of a key whose whole number must be equal in all layers, or None if the file lacks the key. The
-        file states one number for all layers, or an array with a number for each layer."""
+        """One number, or an array with equal numbers for all layers; None if missing."""
         key = f"{self.architecture}.{key}"
         if not self.is_array(key):
             return self.get(key, kind)
@@ -106,12 +95,10 @@ class GgufKeys:
         return int(found[0])
 
     def is_array(self, key: str) -> bool:
-        """Whether the file has this key, and the key's value is an array of numbers."""
         return isinstance(self._metadata.get(key), np.ndarray)
 
     def numbers(self, key: str, kind: Kind[Any]) -> npt.NDArray[Any]:
-        """The value of a key that must be an array of numbers of this kind. If the file lacks the key, the result is
-        empty."""
+        """An array of numbers; empty if missing."""
         self._taken.add(key)
         if key not in self._metadata:
             return np.zeros(0, np.int32)
@@ -123,7 +110,7 @@ class GgufKeys:
         return values
 
     def texts(self, key: str) -> list[str]:
-        """The value of a key that must be an array of texts. If the file lacks the key, the result is empty."""
+        """An array of texts; empty if missing."""
         self._taken.add(key)
         if key not in self._metadata:
             return []
@@ -133,16 +120,15 @@ class GgufKeys:
         return values
 
     def names(self, prefix: str) -> list[str]:
-        """All keys that begin with `prefix`, in the order of the file. The prefix is removed from the keys."""
+        """Keys that begin with `prefix`, without it, in the file's order."""
         return [key.removeprefix(prefix) for key in self._metadata if key.startswith(prefix)]
 
     def leave(self, *keys: str) -> None:
-        """Mark keys as read if their values have no effect in this file. For example, merges have no effect in a file
-        whose tokens have scores."""
+        """Mark keys without effect in this file as read, such as merges beside scores."""
         self._taken.update(keys)
 
     def refuse_leftovers(self) -> None:
-        """Raise ValueError if a key that has not been read may have an effect on the model's outputs."""
+        """Raise ValueError if an unread key may change outputs."""
         neutral = {f"{self.architecture}.{key}": values for key, values in _NEUTRAL.items()} | _NEUTRAL_OF_TOKENIZERS
         left: list[str] = []
         for key in sorted(self._metadata.keys() - self._taken):

@@ -1,8 +1,5 @@
-"""Kinds of values that a key of a GGUF file may have. A kind is a type and, for numbers, a range.
-
-A kind that accepts floating-point numbers also accepts whole numbers. The values true and false do not count as
-numbers. NaN and infinity are never valid.
-"""
+"""Kinds of values of GGUF keys: a type and, for numbers, a range. Kinds of floats accept whole numbers. Booleans, NaN
+and infinity are never valid numbers."""
 
 import math
 from dataclasses import dataclass
@@ -14,14 +11,13 @@ import numpy.typing as npt
 T = TypeVar("T", bool, int, float, str)
 
 _LARGEST = 2**31 - 1
-"""Maximum of sizes and counts in a GGUF file. llama.cpp stores sizes and counts in 32 bits."""
+"""Maximum of sizes and counts, which llama.cpp stores in 32 bits."""
 _SMALLEST = math.ulp(0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Kind(Generic[T]):
-    """The type and the range of a key's valid values. `title`: description of a valid value in error messages. Valid
-    numbers are at least `least` and at most `most`."""
+    """Numbers from `least` to `most`. `title`: a valid value in error messages."""
 
     type: type[T]
     title: str
@@ -29,7 +25,7 @@ class Kind(Generic[T]):
     most: float = math.inf
 
     def read(self, value: object) -> T | None:
-        """The value of a key converted to this kind's type, or None if the value is invalid."""
+        """The converted value, or None if invalid."""
         found: Any = float(value) if self.type is float and type(value) is int else value
         if type(found) is not self.type:
             return None
@@ -38,7 +34,7 @@ class Kind(Generic[T]):
         return found
 
     def wrong(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """The numbers of an array that are not valid values of this kind."""
+        """The invalid numbers of an array."""
         if values.dtype.kind not in {bool: "b", int: "iu", float: "iuf", str: ""}[self.type]:
             return values
         is_wrong: npt.NDArray[np.bool_] = ~(np.isfinite(values) & (self.least <= values) & (values <= self.most))

@@ -1,10 +1,6 @@
-"""Pre-tokenizers: regular expressions that split a text before the text's bytes are merged to tokens. The key
-tokenizer.ggml.pre of a GGUF file names the pre-tokenizer.
-
-The regular expressions come from llama.cpp's src/llama-vocab.cpp. llama.cpp approximates some models' expressions,
-because its regex engine lacks some character classes. For these models, this file contains the model's original
-expression, which llama.cpp quotes in a comment.
-"""
+"""Pre-tokenizers: regular expressions that split a text before its bytes are merged to tokens. The expressions are from
+llama.cpp's src/llama-vocab.cpp. Where llama.cpp approximates a model's expression because of its regex engine, this
+file has the model's own, which llama.cpp quotes."""
 
 # ruff: noqa: RUF001 (the ambiguous characters are intended: they belong to scripts that the patterns match)
 
@@ -35,9 +31,8 @@ _WORDS_OF_MANY_LANGUAGES = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """The rules of a pre-tokenizer. `patterns`: regular expressions that are applied in order; each expression splits
-    the pieces that the expressions before it have produced. `whole_words`: whether a piece that is in the vocabulary
-    becomes one token without merges. `adds_bos`: whether the BOS token is added before a text by default."""
+    """`patterns`: applied in order to the pieces of the pattern before. `whole_words`: pieces in the vocabulary are not
+    merged. `adds_bos`: default for the BOS token before a text."""
 
     patterns: tuple[str, ...]
     whole_words: bool = False
@@ -122,7 +117,7 @@ _BY_NAME = {name: kind for kind, names in _KINDS.items() for name in names.split
 
 
 def find_pre_tokenizer(name: str) -> PreTokenizer:
-    """The pre-tokenizer with this name in tokenizer.ggml.pre. Raises ValueError if the name is not known."""
+    """name: value of tokenizer.ggml.pre. Raises ValueError if unknown."""
     if name not in _BY_NAME:
         raise ValueError(f"its tokenizer.ggml.pre is {shown(name)}; supported are {', '.join(sorted(_BY_NAME))}")
     return _BY_NAME[name]

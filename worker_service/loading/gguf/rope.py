@@ -1,10 +1,6 @@
-"""Converts the keys for rotary embeddings in a GGUF file to the `rope_parameters` of a config.json.
-
-llama.cpp rotates pair i of a head at position p by the angle `p * base**(-2i/n) / (divisor_i * factor)`. The type
-"longrope" of config.json uses the same formula. If a GGUF file contains divisors, its rotary embedding is therefore
-converted to the type "longrope". Su et al. (2021) describe rotary embeddings, and Peng et al. (2023) the scaling by
-yarn.
-"""
+"""Converts the keys for rotary embeddings (Su et al., 2021; yarn: Peng et al., 2023) to `rope_parameters`. llama.cpp
+rotates pair i of a head at position p by `p * base**(-2i/n) / (divisor_i * factor)`, the formula of "longrope". Files
+with divisors therefore become "longrope"."""
 
 import math
 from collections.abc import Mapping
@@ -18,21 +14,19 @@ from worker_service.loading.gguf.kinds import NOT_NEGATIVE, NUMBER, POSITIVE, SI
 from worker_service.wording import shown
 
 Divisors = Mapping[str, npt.NDArray[np.float32]]
-"""Tensors of a GGUF file that contain a divisor for each rotary pair, by tensor name. A file has the tensor FREQS, or
-the tensors LONG and SHORT, or none of the three. LONG is for texts that are longer than the original context, and SHORT
-is for shorter texts."""
+"""Divisors of rotary pairs by tensor name: FREQS, or LONG and SHORT, or none. LONG is for texts beyond the original
+context."""
 FREQS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 _TYPES = ("none", "linear", "yarn", "longrope")
 
 
 def read_rope_parameters(keys: GgufKeys, divisors: Divisors, rotary_dim: int, max_positions: int) -> dict[str, Any]:
-    """Returns the `rope_parameters` of a config.json. divisors: the GGUF file's tensors of divisors. Raises ValueError
-    if config.json cannot describe the rotary embedding."""
+    """Raises ValueError if config.json cannot describe the rotary embedding."""
     theta = keys.own("rope.freq_base", POSITIVE) or 10_000.0
     kind = keys.own("rope.scaling.type", TEXT)
     kind = "linear" if kind is None else kind
     factor, older = keys.own("rope.scaling.factor", NOT_NEGATIVE), keys.own("rope.scale_linear", NOT_NEGATIVE)
-    factor = (older if factor is None else factor) or 1.0  # in GGUF files, factor 0 means no scaling
+    factor = (older if factor is None else factor) or 1.0  # factor 0 means no scaling
     original = keys.own("rope.scaling.original_context_length", SIZE) or max_positions  # 0: max_positions
     scale = keys.own("rope.scaling.attn_factor", POSITIVE) or 1.0
     mixed = keys.own("rope.scaling.yarn_ext_factor", NUMBER)

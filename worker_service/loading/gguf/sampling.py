@@ -1,4 +1,4 @@
-"""Converts a GGUF file's recommended sampling parameters to fields of a generation_config.json."""
+"""Converts a GGUF file's recommended sampling parameters to a generation_config.json."""
 
 from typing import Any
 
@@ -12,29 +12,26 @@ _FIELDS: dict[str, tuple[str, Kind[float]]] = {
     "min_p": ("min_p", Kind(float, "a number from 0 to 1", 0, 1)),
     "penalty_repeat": ("repetition_penalty", Kind(float, "a number from 0.01 to 10", 0.01, 10)),
 }
-"""Keys for sampling parameters, each with the field of generation_config.json and the field's valid values. A request's
-sampling parameters have the same limits."""
+"""Fields of generation_config.json by key, with the limits of requests."""
 _TOP_K = Kind(int, f"a whole number of at most {2**31 - 1}", most=2**31 - 1)
 _NEUTRAL: dict[str, tuple[Kind[Any], float]] = {
     "xtc_probability": (NUMBER, 0.0),
     "mirostat": (WHOLE, 0),
     "penalty_last_n": (WHOLE, -1),
 }
-"""Keys for which only one value is supported, because generation_config.json cannot express other values. If
-penalty_last_n is -1, penalties count all tokens of a text."""
+"""Keys with one supported value. penalty_last_n -1: penalties count all tokens of a text."""
 _BESIDE = ("xtc_threshold", "mirostat_tau", "mirostat_eta")
-"""Settings of unsupported sampling methods. While a method is off, its settings have no effect."""
+"""Settings of unsupported sampling methods, without effect while a method is off."""
 
 
 def read_sampling(keys: GgufKeys) -> dict[str, Any]:
-    """Returns the fields of generation_config.json. The result is empty if the GGUF file recommends no sampling
-    parameters. Raises ValueError if the file recommends an unsupported sampling method."""
+    """Empty without recommendations. Raises ValueError for an unsupported sampling method."""
     found: dict[str, Any] = {}
     for key, (field, kind) in _FIELDS.items():
         if (value := keys.get(_PREFIX + key, kind)) is not None:
             found[field] = value
     if (top_k := keys.get(_PREFIX + "top_k", _TOP_K)) is not None:
-        found["top_k"] = max(0, top_k)  # for llama.cpp, values below 1 mean all tokens
+        found["top_k"] = max(0, top_k)  # llama.cpp: below 1 means all tokens
     for key, (kind, neutral) in _NEUTRAL.items():
         value = keys.get(_PREFIX + key, kind)
         if value is not None and value != neutral:

@@ -1,10 +1,6 @@
-"""Maps each tensor of a Hugging Face checkpoint to the tensor of a GGUF file that contains it.
-
-A tensor of the checkpoint is a whole tensor of the GGUF file, or one expert's part of a tensor that stacks all experts.
-llama.cpp's converter permutes the rows of Llama's query and key projections, and adds 1 to Gemma's norms. A `Target`
-tells the conversion how to reverse the permutation and the addition. If a GGUF file has only some biases of a layer,
-the missing biases become zeros.
-"""
+"""Maps each tensor of a Hugging Face checkpoint to the GGUF tensor that contains it. llama.cpp's converter permutes
+rows of Llama's query and key projections, and adds 1 to Gemma's norms; a `Target` tells how to undo both. If a layer
+has some biases only, the missing ones are zeros."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,26 +10,24 @@ from worker_service.loading.gguf.header import GgufTensor
 from worker_service.wording import named, shown
 
 _PERMUTED = ("llama", "mixtral", "smollm3")
-"""Model families for which llama.cpp's rotary embedding pairs neighbouring elements of a head, so that its converter
-permutes rows."""
+"""Families whose rotary pairs are neighbours in llama.cpp, so that rows are permuted."""
 _EXPERTS = {
     "mixtral": ("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
     "qwen3_moe": ("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
 }
-"""Names of modules in a Hugging Face checkpoint, by model family: the router, the experts, and the gate, up and down
-projections of an expert."""
+"""Modules in a checkpoint by family: router, experts, and an expert's gate, up and down projections."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A tensor of the Hugging Face checkpoint, and where its values are in the GGUF file.
+    """A tensor of the checkpoint, and its place in the GGUF file.
 
-        `source`      name of the GGUF tensor; None if the values are zeros.
-        `first_row`   first row in the GGUF tensor, which may stack the rows of several experts.
-        `heads`       number of heads whose rows are permuted in the GGUF tensor; 0 if rows are not permuted.
-        `added`       number that llama.cpp's converter has added to all values.
+        `source`      name of the GGUF tensor; None for zeros.
+        `first_row`   first row in the GGUF tensor, which may stack several experts.
+        `heads`       heads with permuted rows; 0 without permutation.
+        `added`       number that llama.cpp's converter added to all values.
 
-    A bias or a norm counts as a tensor with one row.
+    A bias or a norm has one row.
     """
 
     shape: tuple[int, ...]
@@ -44,8 +38,7 @@ class Target:
 
 
 def map_tensors(config: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> dict[str, Target]:
-    """The tensors of a Hugging Face checkpoint with this config.json, by name. Raises ValueError if the GGUF file's
-    tensors do not match config.json."""
+    """The checkpoint's tensors by name. Raises ValueError if the GGUF tensors do not match config.json."""
     return dict(_map_all(config, tensors))
 
 
@@ -87,8 +80,7 @@ def _norms(family: str) -> Iterator[tuple[str, str]]:
 
 
 def _projections(config: Mapping[str, Any]) -> Iterator[tuple[str, str, tuple[int, int], bool, int]]:
-    """Yield the projections of a layer. For each projection, the tuple contains the name in the checkpoint, the name in
-    the GGUF file, the shape, whether there is a bias, and the number of heads with permuted rows."""
+    """Yield name in the checkpoint, name in the GGUF file, shape, whether biased, heads with permuted rows."""
     family, hidden, inner = config["model_type"], config["hidden_size"], config["intermediate_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     query, key = heads * config["head_dim"], kv_heads * config["head_dim"]
@@ -115,8 +107,7 @@ def _projections(config: Mapping[str, Any]) -> Iterator[tuple[str, str, tuple[in
 
 
 def _experts(config: Mapping[str, Any], found: "_Finder", theirs: str) -> Iterator[tuple[str, Target]]:
-    """Yield the tensors of a layer's router and experts. New GGUF files stack the weights of all experts in one tensor.
-    Older GGUF files have one tensor per expert."""
+    """Yield a layer's router and experts. Older GGUF files have one tensor per expert, newer ones a stack."""
     count = config.get("num_experts") or config["num_local_experts"]
     hidden, inner = config["hidden_size"], config.get("moe_intermediate_size") or config["intermediate_size"]
     if not inner:
@@ -136,8 +127,6 @@ def _experts(config: Mapping[str, Any], found: "_Finder", theirs: str) -> Iterat
 
 
 class _Finder:
-    """Finds tensors of the GGUF file by name, and checks their shapes."""
-
     def __init__(self, tensors: Mapping[str, GgufTensor]) -> None:
         self._tensors = tensors
 
@@ -145,8 +134,7 @@ class _Finder:
         return name in self._tensors
 
     def target(self, name: str, shape: tuple[int, ...], heads: int = 0, added: float = 0.0) -> Target:
-        """Find a tensor of the GGUF file, and return a target with its values. Raises ValueError if the tensor is
-        missing or has another shape."""
+        """Raises ValueError if the tensor is missing or has another shape."""
         tensor = self._tensors.get(name)
         if tensor is None:
             raise ValueError(f"it has no tensor {name}")
@@ -155,7 +143,7 @@ class _Finder:
                 f"its tensor {named(name)} is {shown(list(tensor.shape[::-1]))} where its sizes ask for {list(shape)}"
             )
         if heads and shape[0] // heads % 2:
-            raise ValueError(f"its heads have {shape[0] // heads} numbers, which do not turn in pairs")
+            raise ValueError(f"its heads have {shape[0] // heads} numbers; rotary embeddings need an even number")
         return Target(shape, name, heads=heads, added=added)
 
     def bias(self, name: str, shape: tuple[int, ...], heads: int) -> Target:

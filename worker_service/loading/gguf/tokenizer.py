@@ -1,11 +1,6 @@
-"""Converts the tokenizer of a GGUF file to tokenizer.json and tokenizer_config.json, and finds the tokens that end an
-output.
-
-The converted tokenizer produces the same tokens as llama.cpp's src/llama-vocab.cpp, with two intended differences.
-First, if a user's input contains the text of a control token, the text does not become the control token. Second, a
-token that ends an output is recognised by its text only if the GGUF file marks the token as a control token, because
-</s>, for example, is also an HTML tag.
-"""
+"""Converts the tokenizer of a GGUF file to tokenizer.json and tokenizer_config.json. Tokens are those of llama.cpp's
+src/llama-vocab.cpp, but for two cases. The text of a control token in a user's input stays text. A text such as </s>,
+also an HTML tag, ends an output only if the file marks a control token."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -27,36 +22,30 @@ _SPACE = "▁"
 _TOKEN_TYPE = Kind(int, "a type of tokens, from 0 to 6", 0, 6)
 
 _MAX_TOKEN_BYTES = 1_024
-"""Maximum number of bytes of a token. Byte-level vocabularies contain tokens of 128 spaces, in which each space is
-encoded in 2 bytes."""
+"""Bytes of a token. Byte-level vocabularies have tokens of 128 spaces, in 2 bytes each."""
 _MAX_VOCABULARY_BYTES = 1 << 23
-"""Maximum number of bytes of all tokens together: 32 bytes for each of 262,144 tokens. At this limit, if all tokens
-have 1,024 bytes, finding the pairs that may be merged takes 7 s."""
+"""Bytes of all tokens: 32 each for 262,144 tokens. With tokens of 1,024 bytes, finding mergeable pairs takes 7 s."""
 _MAX_MERGE_BYTES = 1 << 27
-"""Maximum number of bytes of all pairs of pieces that a SentencePiece tokenizer may merge: 256 bytes for each of
-524,288 pairs."""
+"""Bytes of all pairs that a SentencePiece tokenizer may merge: 256 each for 524,288 pairs."""
 
 _ENDS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
     "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
     "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",  # noqa: RUF001
 })  # fmt: skip
-"""Texts of control tokens that end an output even if no key of the GGUF file names them, because converters often omit
-these keys."""
+"""Control tokens that end an output even without a key, because converters often omit the keys."""
 _FIM_ENDS = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-"""Texts of tokens that end an infilling (fill-in-the-middle), by the key that names the token. A token that ends an
-infilling also ends any other output. If a GGUF file lacks the key, the token is the first listed text that is a control
+"""Tokens that end an infilling, and any other output, by key. Without the key: the first text that is a control
 token."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """The ids of special tokens for config.json and generation_config.json. `ends`: all tokens that end an output,
-    beginning with eos_token_id."""
+    """Ids of special tokens. `ends`: tokens that end an output, eos_token_id first."""
 
     bos: int | None
     pad: int | None
@@ -64,8 +53,7 @@ class TokenIds:
 
 
 def convert_tokenizer(keys: GgufKeys, vocabulary: int, folder: Path) -> TokenIds:
-    """Write tokenizer.json and tokenizer_config.json. `vocabulary`: the number of tokens in the embedding weights.
-    Raises ValueError if the tokenizer is not supported."""
+    """`vocabulary`: number of tokens in the embedding weights. Raises ValueError."""
     kind = keys.need("tokenizer.ggml.model", TEXT)
     tokens = [token or f"[EMPTY_{number}]" for number, token in enumerate(keys.texts("tokenizer.ggml.tokens"))]
     if len(tokens) != vocabulary:
@@ -94,13 +82,13 @@ def convert_tokenizer(keys: GgufKeys, vocabulary: int, folder: Path) -> TokenIds
         _add_tokens(tokenizer, vocab, _strips_behind(keys))
     except ValueError:
         raise
-    except Exception as error:  # the tokenizers library raises plain Exceptions
+    except Exception as error:  # tokenizers raises plain Exceptions
         raise ValueError(f"its tokenizer is not sound: {reason(error)}") from error
     added = keys.get("tokenizer.ggml.add_bos_token", FLAG)
     first = special["bos"] if (adds_bos if added is None else added) else None
     last = special["eos"] if keys.get("tokenizer.ggml.add_eos_token", FLAG) else None
     if (added and first is None) or (last is None and keys.get("tokenizer.ggml.add_eos_token", FLAG)):
-        raise ValueError("its tokenizer adds a token at the beginning or the end of texts, and names none")
+        raise ValueError("its tokenizer adds a token at the beginning or the end of texts, but names none")
     _surround(tokenizer, tokens, first, last)
     tokenizer.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
@@ -114,7 +102,7 @@ def convert_tokenizer(keys: GgufKeys, vocabulary: int, folder: Path) -> TokenIds
 
 
 def _check_lengths(tokens: Sequence[str]) -> None:
-    """Raise ValueError if tokens are too long, because the conversion of the tokenizer would take too much time."""
+    """Refuse long tokens, whose conversion would take too much time."""
     lengths = [len(token.encode()) for token in tokens]
     if (longest := max(lengths, default=0)) > _MAX_TOKEN_BYTES:
         token = tokens[lengths.index(longest)]
@@ -136,11 +124,7 @@ class _Vocabulary:
 
 
 def _special_ids(keys: GgufKeys, ids: dict[str, int], first: int | None) -> dict[str, int | None]:
-    """The ids of special tokens, by the tokens' names in tokenizer_config.json.
-
-    If the file lacks a token's key, llama.cpp's default is used: `first` for bos, `first` + 1 for eos, and `first` - 1
-    for unk.
-    """
+    """Ids by names in tokenizer_config.json. llama.cpp's defaults: bos `first`, eos `first` + 1, unk `first` - 1."""
     defaults = {} if first is None else {"bos": first, "eos": first + 1, "unk": first - 1}
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
     names |= {"mask": "mask", "cls": "cls"}
@@ -171,10 +155,8 @@ def _ends(keys: GgufKeys, ids: dict[str, int], special: dict[str, int | None], c
 
 
 def _sentence_piece(keys: GgufKeys, vocab: _Vocabulary, unknown: int | None) -> tuple[Tokenizer, bool]:
-    """Builds a SentencePiece tokenizer, which merges the two neighbouring pieces with the highest score, until no merge
-    is possible."""
-    # These two keys are ignored: the tokens' scores determine the merges, and the key `pre` is for byte-level
-    # tokenizers only.
+    """Builds a tokenizer that always merges the two neighbours with the highest score."""
+    # Scores determine the merges; `pre` is for byte-level tokenizers.
     keys.leave("tokenizer.ggml.merges", "tokenizer.ggml.pre")
     scores = keys.numbers("tokenizer.ggml.scores", NUMBER)
     if len(scores) != len(vocab.tokens):
@@ -204,8 +186,7 @@ def _sentence_piece(keys: GgufKeys, vocab: _Vocabulary, unknown: int | None) -> 
 
 
 def _merges(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
-    """All pairs of pieces that together form another piece. The pairs are sorted by the score of the piece that they
-    form, with the highest score first. pieces: each piece with its negated score."""
+    """Pairs of pieces that form another piece, highest score first. pieces: with negated scores."""
     found: list[tuple[float, int, tuple[str, str]]] = []
     num_bytes = 0
     for token, rank in pieces.items():
@@ -217,8 +198,8 @@ def _merges(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
         num_bytes += len(merges) * len(token.encode())
         if num_bytes > _MAX_MERGE_BYTES:
             raise ValueError(
-                f"the tokens in its tokenizer.ggml.tokens are made of each other in so many ways that these have more "
-                f"than {_MAX_MERGE_BYTES} bytes, which is not supported"
+                f"the pairs of its tokenizer.ggml.tokens that form other tokens have more than {_MAX_MERGE_BYTES} "
+                f"bytes, which is not supported"
             )
         found += merges
     found.sort(key=lambda merge: merge[:2])
@@ -226,11 +207,11 @@ def _merges(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def _byte_level(keys: GgufKeys, vocab: _Vocabulary, unknown: int | None) -> tuple[Tokenizer, bool]:
-    keys.leave("tokenizer.ggml.scores")  # the file lists its merges, so scores are unused
+    keys.leave("tokenizer.ggml.scores")  # unused: the file lists its merges
     if keys.get("tokenizer.ggml.add_space_prefix", FLAG):
         raise ValueError("its tokenizer.ggml.add_space_prefix is true, which is not supported for the model gpt2")
     splits = find_pre_tokenizer(keys.get("tokenizer.ggml.pre", TEXT) or "default")
-    merges: dict[tuple[str, str], None] = {}  # an equal pair later in the list is ignored
+    merges: dict[tuple[str, str], None] = {}  # the first of equal pairs counts
     for merge in keys.texts("tokenizer.ggml.merges"):
         place = merge.find(" ", 1)
         if place < 0:
@@ -252,15 +233,13 @@ def _byte_level(keys: GgufKeys, vocab: _Vocabulary, unknown: int | None) -> tupl
 
 
 def _strips_behind(keys: GgufKeys) -> bool:
-    """Whether white space after a control token is removed. llama.cpp decides this by the model's name, and so does
-    this function."""
+    """Whether white space after control tokens is removed; as in llama.cpp, the model's name decides."""
     name = (keys.get("general.name", TEXT) or "").lower()
     return "phi-3" in name or "phi3" in name
 
 
 def _add_tokens(tokenizer: Tokenizer, vocab: _Vocabulary, strips: bool) -> None:
-    """Register control tokens and user-defined tokens with the tokenizer, which finds them in a text before it splits
-    the text and merges pieces."""
+    """Register control and user-defined tokens, which are found before the text is split."""
     special: list[AddedToken] = []
     others: list[AddedToken] = []
     for text, kind in zip(vocab.tokens, vocab.types, strict=True):

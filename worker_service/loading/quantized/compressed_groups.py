@@ -1,5 +1,4 @@
-"""Reads the groups of layers in a quantization_config of the method compressed-tensors. A group states how its layers'
-weights are stored, and how the layers' inputs are quantised."""
+"""Reads the groups of layers in a compressed-tensors config: how weights are stored and inputs quantised."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from worker_service.loading.quantized.quantization_keys import FLAG, SIZE, TEXT,
 from worker_service.wording import named, shown
 
 Block = tuple[int, int]
-"""Size of a block of weights that share one scale: number of outputs and number of inputs."""
+"""Outputs and inputs of a block that shares one scale."""
 block_size: Kind = (
     "two numbers, of outputs and of inputs",
     lambda size: (
@@ -21,7 +20,7 @@ _OBJECT: Kind = ("an object", lambda value: isinstance(value, dict))
 _NUMBER: Kind = ("a number", lambda value: isinstance(value, int | float) and not isinstance(value, bool))
 _OF_CONFIG: Mapping[str, Kind] = {
     "config_groups": _OBJECT, "format": TEXT, "sparsity_config": _OBJECT, "kv_cache_scheme": _OBJECT,
-    # The following keys are ignored, because the checkpoint's tensors show which layers are quantised.
+    # Ignored, because the tensors show which layers are quantised.
     "ignore": TEXTS, "quantization_status": TEXT, "version": TEXT, "global_compression_ratio": _NUMBER,
     "run_compressed": FLAG,
 }  # fmt: skip
@@ -35,29 +34,24 @@ _OF_NUMBERS: Mapping[str, Kind] = {
     "strategy": one_of("tensor", "channel", "group", "block", "token"), "dynamic": FLAG,
 }  # fmt: skip
 _NOTES_OF_NUMBERS = ("actorder", "observer", "observer_kwargs", "scale_dtype", "zp_dtype")
-"""Keys of a group that have no effect here. The order of inputs and the types of scales and zero points are known from
-the tensors. An observer is the algorithm that chose the scales."""
+"""Keys without effect. Tensors show the order of inputs and the types of scales and zero points."""
 _OF_SPARSITY = {"format": one_of("dense")}
 _NOTES_OF_SPARSITY = ("global_sparsity", "ignore", "registry_requires_subclass", "sparsity_structure", "targets")
 
 
 @dataclass(frozen=True)
 class Group:
-    """A group of layers: how the weights are stored, and how the inputs are quantised."""
-
     bits: int
     is_float: bool
     is_symmetric: bool
     strategy: str
-    """The part of a weight matrix that shares one scale: "tensor", "channel" (an output), "group" (some inputs of an
-    output) or "block"."""
+    """The part that shares one scale: "tensor", "channel" (an output), "group" (inputs of an output) or "block"."""
     group_size: int | None
     block: Block | None
     stores_input_scales: bool
 
     def fits(self, bits: int, inputs: int, scales: int, *, has_zeros: bool) -> bool:
-        """Whether this group's settings describe an integer weight with `bits` bits, `inputs` inputs, and `scales`
-        scales for each output."""
+        """Whether an integer weight has this group's settings. scales: scales of each output."""
         if self.is_float or bits != self.bits or not (has_zeros or self.is_symmetric):
             return False
         if self.strategy == "group" and self.group_size is not None and self.group_size > 0:
@@ -66,7 +60,7 @@ class Group:
 
 
 def read_groups(json: Mapping[str, Any]) -> tuple[Group, ...]:
-    """Returns the groups whose weights are quantised. Raises ValueError if a setting is not supported."""
+    """The groups with quantised weights. Raises ValueError if a setting is not supported."""
     if json.get("transform_config"):
         raise ValueError("weights that are rotated (transform_config) are not read")
     check_keys("", {name: value for name, value in json.items() if name != "transform_config"}, _OF_CONFIG)
@@ -76,7 +70,7 @@ def read_groups(json: Mapping[str, Any]) -> tuple[Group, ...]:
     check_keys("sparsity_config.", sparsity, _OF_SPARSITY, _NOTES_OF_SPARSITY)
     check_keys(
         "kv_cache_scheme.", json.get("kv_cache_scheme") or {}, _OF_NUMBERS, _NOTES_OF_NUMBERS
-    )  # checked but not used: --kv-cache-dtype chooses the type of the KV cache
+    )  # checked only: --kv-cache-dtype chooses the type of the KV cache
     groups, formats = json.get("config_groups") or {}, list[Any]()
     for name, group in groups.items():
         where = f"config_groups.{named(name)}"
@@ -101,7 +95,7 @@ def read_groups(json: Mapping[str, Any]) -> tuple[Group, ...]:
 def _group(where: str, json: Mapping[str, Any]) -> Group:
     weights, inputs = json.get("weights"), json.get("input_activations") or {}
     if not weights:
-        raise ValueError(f"{where}: inputs that are rounded beside weights that are not, are not read")
+        raise ValueError(f"{where}: rounded inputs of weights that are not rounded are not supported")
     check_keys(f"{where}.weights.", weights, _OF_NUMBERS, _NOTES_OF_NUMBERS)
     check_keys(f"{where}.input_activations.", inputs, _OF_NUMBERS, _NOTES_OF_NUMBERS)
     bits, kind, size = weights.get("num_bits", 8), weights.get("type", "int"), weights.get("group_size")
@@ -129,7 +123,7 @@ def _group(where: str, json: Mapping[str, Any]) -> Group:
 
 
 def _check_floats(where: str, strategy: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
-    """Raise ValueError if a group with weights in fp8 has unsupported settings for weights or inputs."""
+    """Refuse unsupported settings of fp8 weights or inputs."""
     if strategy not in ("channel", "tensor", "block"):
         raise ValueError(f"fp8 weights with scales by {shown(strategy)} are not read; by channel, tensor and block are")
     if (inputs.get("num_bits"), inputs.get("type")) != (8, "float"):
@@ -142,9 +136,7 @@ def _check_floats(where: str, strategy: str, weights: Mapping[str, Any], inputs:
         if block is None:
             raise ValueError(f"block_structure is None; it must be {block_size[0]}")
         if (inputs.get("strategy"), inputs.get("group_size")) != ("group", block[1]) or inputs.get("dynamic") is False:
-            raise ValueError(
-                f"fp8 inputs of weights with scales by block are read with scales of their own by group of {block[1]}"
-            )
+            raise ValueError(f"fp8 weights with scales by block need inputs with dynamic scales by group of {block[1]}")
     elif inputs.get("strategy") not in ("token", "tensor", None):
         raise ValueError(
             f"fp8 inputs with scales by {shown(inputs['strategy'])} (strategy) are not read; by token and by tensor "

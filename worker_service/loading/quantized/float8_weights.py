@@ -1,11 +1,5 @@
-"""Reads layers whose weights are stored in e4m3 and whose inputs are rounded to e4m3. These layers have the format
-"float-quantized" of compressed-tensors, or the method "fp8".
-
-A layer's weights have one scale, a scale for each output, or a scale for each block of outputs and inputs. If the
-checkpoint contains an `input_scale` for the layer, inputs are rounded with this scale. If there is no `input_scale`, a
-scale is computed for each row of inputs. If the weights have a scale for each block, a scale is computed for each block
-of inputs in a row.
-"""
+"""Reads layers with weights and inputs in e4m3: "float-quantized" of compressed-tensors, or "fp8". Inputs have the
+checkpoint's `input_scale`, or a scale for each row, or for each block of a row if weights have blocks."""
 
 import torch
 from torch import Tensor
@@ -18,16 +12,12 @@ from worker_service.wording import shown
 def float8_weight(
     numbers: Tensor, scales: Tensor, input_scale: Tensor | None, block: Block | None = None
 ) -> Float8Weight:
-    """Check and convert the tensors of a layer. Raises ValueError if their shapes do not match, or if a value is not
-    finite.
-
-    numbers is [outputs, inputs] e4m3. scales is [blocks of outputs, blocks of inputs] if `block` is given; without
-    `block`, [outputs], [outputs, 1] or a single scale.
-    """
+    """Raises ValueError if shapes do not match or a value is not finite. numbers: [outputs, inputs] e4m3. scales:
+    [blocks of outputs, blocks of inputs] with `block`; otherwise [outputs], [outputs, 1] or one scale."""
     outputs, inputs = numbers.shape
     if block is not None:
         if input_scale is not None:
-            raise ValueError("there is a stored scale of inputs, which are rounded by block where weights have blocks")
+            raise ValueError("there is an input_scale, which is not supported for weights with a scale for each block")
         if inputs % block[1] or scales.shape != (-(-outputs // block[0]), inputs // block[1]):
             raise ValueError(
                 f"{list(scales.shape)} scales do not fit weights of {list(numbers.shape)} in blocks of {list(block)}; "
@@ -41,7 +31,7 @@ def float8_weight(
         )
     else:
         scales = scales.float().reshape(-1, 1).expand(outputs, 1).contiguous()
-    # Only NaN must be searched for, because e4m3 has no infinity. In e4m3, NaN has ones in all bits after the sign bit.
+    # e4m3 has no infinity; NaN has ones in all bits after the sign.
     if not scales.isfinite().all() or (numbers.view(torch.uint8) & 0x7F == 0x7F).any():
         raise ValueError("a weight or a scale is not finite")
     if input_scale is not None:

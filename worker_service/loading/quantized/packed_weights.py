@@ -1,13 +1,6 @@
-"""Reads checkpoints with quantised linear layers: GPTQ, AWQ, compressed-tensors and fp8.
-
-Most layouts store weights as integers of 4 or 8 bits. In these integer layouts, each group of neighbouring inputs of an
-output has a scale and a zero point. The integer layouts pack bits in different orders, but every layer with integer
-weights becomes a `GroupedWeight`. Integer layouts are written by the Python packages gptqmodel, autoawq (version
-"gemm") and compressed-tensors (formats "pack-quantized" and "int-quantized").
-
-A layer with weights in 8-bit floats becomes a `Float8Weight`. Such layers have the format "float-quantized" of
-compressed-tensors, or the method "fp8".
-"""
+"""Reads checkpoints with quantised linear layers: GPTQ, AWQ, compressed-tensors and fp8. Integers of 4 or 8 bits become
+a `GroupedWeight`, from gptqmodel, autoawq ("gemm") and compressed-tensors ("pack-quantized", "int-quantized"). 8-bit
+floats become a `Float8Weight`."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Literal
@@ -26,13 +19,13 @@ from worker_service.parallel.cut import UNCUT, Cut
 from worker_service.wording import named, shown
 
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
-"""The positions of eight neighbouring outputs in a 32-bit word of the AWQ layout."""
+"""Positions of eight neighbouring outputs in a 32-bit word of AWQ."""
 _ONES = {4: 0x11111111, 8: 0x01010101}
-"""32-bit words in which each packed number is 1, by the number of bits of a packed number."""
+"""Words in which each packed number is 1, by bits of a number."""
 
 
 _INPUT_SCALES = ("input_scale", "activation_scale")
-"""Possible names of the tensor with a layer's input scale. The second name is from transformers."""
+"""Names of a layer's input scale; the second is from transformers."""
 
 
 _TENSORS = (
@@ -40,15 +33,14 @@ _TENSORS = (
     "weight", "weight_packed", "weight_shape", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_g_idx",
     *_INPUT_SCALES, "input_zero_point",
 )  # fmt: skip
-"""Names of the tensors of a quantised layer. If a layer's weights are integers, the scales and zero points for inputs
-are not used, because inputs are not quantised."""
+"""Tensors of a quantised layer. With integer weights, inputs are not quantised and their scales are unused."""
 
 
 class PackedWeights(Mapping[str, QuantizedWeight]):
-    """A checkpoint's quantised weights. The keys are the names that the weights have in an unquantised checkpoint."""
+    """Quantised weights by their names in an unquantised checkpoint."""
 
     def __init__(self, files: WeightFiles, config: Mapping[str, Any]) -> None:
-        """config: the quantization_config of config.json. Raises StartError if this quantisation is not supported."""
+        """config: the quantization_config. Raises StartError if unsupported."""
         self._files = files
         try:
             self.config = QuantizationConfig.from_json(config)
@@ -61,8 +53,7 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
 
     @property
     def _parts(self) -> Collection[tuple[str, str]]:
-        """The tensors that contain quantised weights in this checkpoint's layout: the last part of the tensor's name,
-        and the tensor's type."""
+        """Ends of names, and types, of tensors with quantised weights."""
         in_floats = ("weight", "F8_E4M3")
         if self.config.layout == "compressed-tensors":
             return ("weight_packed", "I32"), ("weight", "I8"), in_floats
@@ -70,12 +61,11 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
 
     @property
     def schemes(self) -> set[Literal["fp8", "gguf"]]:
-        """The quantisation schemes of the layer `Linear` that can multiply by the weights of this checkpoint."""
+        """Schemes of `Linear` for these weights."""
         return {"fp8" if self._files.dtypes.get(name) == "F8_E4M3" else "gguf" for name in self}
 
     @property
     def stores_input_scales(self) -> bool:
-        """Whether the checkpoint contains an input scale for some of its fp8 layers."""
         in_files = any(name.rpartition(".")[2] in _INPUT_SCALES for name in self._files.dtypes)
         return "fp8" in self.schemes and (in_files or self.config.stores_input_scales)
 
@@ -93,8 +83,7 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
         return part == "weight" and any(self._files.dtypes.get(f"{layer}.{p}") == t for p, t in self._parts)
 
     def __getitem__(self, name: str) -> QuantizedWeight:
-        """Read a quantised weight. Raises KeyError if the weight is not quantised, and StartError if its tensors are
-        invalid."""
+        """Raises KeyError for an unquantised weight, and StartError for invalid tensors."""
         if name not in self:
             raise KeyError(name)
         try:
@@ -103,39 +92,37 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
             raise StartError(f"the quantised weight {named(name)} cannot be read: {error}") from error
 
     def check_scales(self) -> None:
-        """Raise StartError if the checkpoint has a tensor of scales that does not belong to a quantised layer. For
-        example, checkpoints in the AWQ layout may have scales of activations."""
+        """Refuse scales outside quantised layers, such as AWQ's scales of activations."""
         for name in self._files.dtypes if ("qweight", "I32") in self._parts else ():
             layer = name.removesuffix("scales")
             if name.endswith(".scales") and not self._has(layer, "qweight"):
-                raise StartError(f"{named(name)} scales something else than a quantised layer, which is not read")
+                raise StartError(f"{named(name)} is a scale, but not of a quantised layer, which is not supported")
 
     def tensors_of(self, name: str) -> list[str]:
-        """Names of the checkpoint's tensors that together store a quantised weight."""
+        """Names of the tensors that store a quantised weight."""
         layer = name.removesuffix("weight")
         return [layer + part for part in _TENSORS if self._has(layer, part)]
 
-    # ---- The readers of the layouts convert a layer to numbers [outputs, inputs], scales [outputs, groups] and zeros
-    # [outputs, groups].
+    # ---- layouts: numbers [outputs, inputs], scales and zeros [outputs, groups]
 
     def _gptq(self, layer: str) -> GroupedWeight:
         bits = self.config.bits
         words, scales = self._matrix(layer, "qweight"), self._matrix(layer, "scales")
         if self.config.is_ordered:
-            self._tensor(layer, "g_idx")  # raises ValueError if the layer has no g_idx
+            self._tensor(layer, "g_idx")  # raises ValueError without g_idx
         if self.config.layers_differ and self._has(layer, "g_idx"):
             bits = 8 if len(words) * 4 == len(self._tensor(layer, "g_idx")) else 4
-        numbers = _unpacked(words, bits).permute(1, 0, 2).flatten(1)  # a GPTQ word contains neighbouring inputs
+        numbers = _unpacked(words, bits).permute(1, 0, 2).flatten(1)  # a word has neighbouring inputs
         zeros = self._matrix(layer, "qzeros")
         if self.config.stores_one_less:
-            zeros = zeros + _ONES[bits]  # carries into the next number, as gptqmodel does
+            zeros = zeros + _ONES[bits]  # carries into the next number, as in gptqmodel
         self._check_groups(numbers.shape[1], len(scales))
         weight = _grouped(numbers, scales.T, _unpacked(zeros, bits).flatten(1).T, bits)
         return self._in_order(weight, layer, "g_idx", len(scales))
 
     def _awq(self, layer: str) -> GroupedWeight:
         words, zeros, scales = (self._matrix(layer, part) for part in ("qweight", "qzeros", "scales"))
-        numbers = _unpacked(words, 4)[:, :, _AWQ_PLACES].flatten(1)  # an AWQ word contains neighbouring outputs
+        numbers = _unpacked(words, 4)[:, :, _AWQ_PLACES].flatten(1)  # a word has neighbouring outputs
         self._check_groups(len(numbers), len(scales))
         return _grouped(numbers.T, scales.T, _unpacked(zeros, 4)[:, :, _AWQ_PLACES].flatten(1).T, 4)
 
@@ -144,7 +131,7 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
             return self._float8(layer)
         scales, zeros = self._tensor(layer, "weight_scale"), None
         if not self._has(layer, "weight_packed"):
-            numbers, bits = self._matrix(layer, "weight").view(torch.uint8) ^ 128, 8  # adds 128 to int8
+            numbers, bits = self._matrix(layer, "weight").view(torch.uint8) ^ 128, 8  # int8 plus 128
             if self._has(layer, "weight_zero_point"):
                 zeros = _of_outputs(self._tensor(layer, "weight_zero_point").int() + 128, len(numbers))
         else:
@@ -160,7 +147,7 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
                     zeros = zeros.int() + (1 << bits - 1)
                 elif len(zeros) != -(-outputs * bits // 32):
                     raise ValueError(f"{list(zeros.shape)} words do not hold zero points of {outputs} outputs")
-                else:  # a word contains the zero points of neighbouring outputs
+                else:  # a word has zero points of neighbouring outputs
                     zeros = _unpacked(zeros.T, bits).flatten(1)[:, :outputs].T
         scales = _of_outputs(scales, len(numbers))
         if self.config.groups and not any(
@@ -169,7 +156,7 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
         ):
             raise ValueError(
                 f"{bits} bits and {scales.shape[1]} scales for the {numbers.shape[1]} inputs of an output, "
-                f"{'without' if zeros is None else 'with'} zero points, are not what a group of config_groups says"
+                f"{'without' if zeros is None else 'with'} zero points, match no group of config_groups"
             )
         weight = _grouped(numbers, scales, torch.tensor(1 << bits - 1) if zeros is None else zeros, bits)
         return self._in_order(weight, layer, "weight_g_idx", scales.shape[1])
@@ -179,7 +166,7 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
         if of_inputs is None and self.config.stores_input_scales:
             of_inputs = _INPUT_SCALES[0]
         input_scale = None if of_inputs is None else self._tensor(layer, of_inputs)
-        # transformers names the scale of a weight `weight_scale_inv`, but multiplies by this scale.
+        # transformers multiplies by `weight_scale_inv`, despite the name.
         name = "weight_scale_inv" if self._has(layer, "weight_scale_inv") else "weight_scale"
         if self._has(layer, "weight_zero_point") and self._tensor(layer, "weight_zero_point").float().any():
             raise ValueError("zero points of floats are not read")
@@ -202,62 +189,53 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
         return found
 
     def _check_groups(self, inputs: int, groups: int) -> None:
-        """Raise ValueError if a layer's number of groups contradicts the group size in config.json. The group size -1
-        means one group for all inputs."""
+        """Raise ValueError if the number of groups contradicts config.json. Group size -1: one group."""
         size = self.config.group_size
         if size is not None and size * groups != inputs and not (groups == 1 and not 0 < size < inputs):
             raise ValueError(f"{groups} groups of {inputs} inputs are not of {size}")
 
     def _in_order(self, weight: GroupedWeight, layer: str, part: str, groups: int) -> GroupedWeight:
-        """Reorder the inputs of a weight so that the inputs of each group are neighbours.
-
-        If the checkpoint was quantised with GPTQ's `desc_act`, inputs were grouped by their activations, and the tensor
-        `part` contains the number of each input's group.
-        """
+        """Make the inputs of each group neighbours. With GPTQ's `desc_act`, the tensor `part` contains the group of
+        each input."""
         if not self._has(layer, part):
             return weight
         group_of, inputs = self._tensor(layer, part).long(), weight.numbers.shape[1]
         if group_of.shape != (inputs,):
             raise ValueError(f"{part} has the shape {list(group_of.shape)} where there are {inputs} inputs")
         together = torch.arange(inputs) // -(-inputs // groups)
-        if group_of.equal(together) or (group_of < 0).all():  # if negative: inputs are in order
+        if group_of.equal(together) or (group_of < 0).all():  # negative: inputs are in order
             return weight
         order = group_of.argsort(stable=True)
         if not group_of[order].equal(together):
-            raise ValueError(f"{part} does not give each of {inputs} inputs one of {groups} groups of one size")
+            raise ValueError(f"{part} does not assign the {inputs} inputs to {groups} groups of equal size")
         return weight._replace(numbers=weight.numbers[:, order].contiguous(), order=order)
 
 
 class PackedFiles:
-    """The source of weights for a network that needs floating-point weights from a quantised checkpoint. Quantised
-    weights are dequantised; other weights keep their values."""
+    """Dequantises the weights of a quantised checkpoint, for networks with floating-point weights."""
 
     def __init__(self, files: WeightFiles, packed: PackedWeights) -> None:
         self._files = files
         self._packed = packed
 
     def identity(self) -> Iterator[tuple[str, bytes]]:
-        """Implements `Weights.identity`."""
         return self._files.identity()
 
     def check(self, expected: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
-        """Implements `Weights.check` for unquantised weights. Quantised weights are checked when `load_into` reads
-        them."""
+        """See `Weights.check`. Quantised weights are checked by `load_into` only."""
         self._packed.check_scales()
         self._files.check({name: place for name, place in expected.items() if name not in self._packed}, cuts)
 
     def check_none_left(self, taken: Collection[str], ignored: Collection[str] = ()) -> None:
-        """Implements `Weights.check_none_left`."""
         parts = [part for name in taken if name in self._packed for part in self._packed.tensors_of(name)]
         self._files.check_none_left({*taken, *parts}, ignored)
 
     def own(self, tied: Mapping[str, str]) -> frozenset[str]:
-        """Implements `Weights.own`. A tied tensor that is quantised always counts as a tensor with separate values."""
+        """See `Weights.own`. A quantised tied tensor always counts as separate."""
         packed = frozenset(name for name in tied if name in self._packed)
         return packed | self._files.own(tied)
 
     def load_into(self, places: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
-        """Implements `Weights.load_into`."""
         self.check(places, cuts)
         self._files.load_into({name: place for name, place in places.items() if name not in self._packed}, cuts)
         for name, place in places.items():
@@ -270,7 +248,7 @@ class PackedFiles:
 
 
 def widened(weight: QuantizedWeight) -> Tensor:
-    """Dequantise a weight. The result is [outputs, inputs] in float32."""
+    """Dequantise to [outputs, inputs] float32."""
     if isinstance(weight, Float8Weight):
         return float8.widened(weight)
     inputs = weight.numbers.shape[1]
@@ -292,15 +270,13 @@ def widened(weight: QuantizedWeight) -> Tensor:
 
 
 def _of_outputs(part: Tensor, outputs: int) -> Tensor:
-    """Expand scales or zero points to [outputs, groups]. `part` contains one number, one number for each output, or
-    already one number for each output and group."""
+    """Expand one number, or [outputs], to [outputs, groups]."""
     part = part.reshape(-1, 1) if part.dim() < 2 else part
     return part.expand(outputs, -1) if len(part) == 1 else part
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
-    """Unpack 32-bit words, [rows, columns] int32, to [rows, columns, numbers of a word] uint8. The lowest bits of a
-    word are its first number."""
+    """Unpack [rows, columns] int32 to [rows, columns, numbers] uint8, lowest bits first."""
     if words.dtype is not torch.int32:
         raise ValueError(f"{list(words.shape)} {words.dtype} are no words of packed numbers")
     whole = words.clone(memory_format=torch.contiguous_format).view(torch.uint8).view(*words.shape, 4)
@@ -308,8 +284,8 @@ def _unpacked(words: Tensor, bits: int) -> Tensor:
 
 
 def _grouped(numbers: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> GroupedWeight:
-    """Builds a `GroupedWeight` with the values `(number - zero) * scale`. numbers is [outputs, inputs] uint8; scales is
-    [outputs, groups]; zeros is [outputs, groups], or one zero point for all groups."""
+    """Values are `(number - zero) * scale`. numbers: [outputs, inputs] uint8; scales, zeros: [outputs, groups]; one
+    zero may serve all."""
     (outputs, inputs), groups = numbers.shape, scales.shape[-1]
     if scales.dim() != 2 or len(scales) != outputs or (zeros.dim() and zeros.shape != scales.shape) or not groups:
         raise ValueError(
@@ -333,5 +309,5 @@ def _grouped(numbers: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> Group
         numbers.contiguous(),
         of_blocks(scales),
         None if minimums is None else of_blocks(minimums),
-        8 if fine else bits,  # kernels do not support groups of 16 in 4 bits
+        8 if fine else bits,  # no kernel has groups of 16 in 4 bits
     )

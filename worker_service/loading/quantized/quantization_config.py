@@ -1,8 +1,4 @@
-"""Reads the quantization_config of a config.json, which describes how a checkpoint stores its linear layers.
-
-Every known key of a quantization_config is read here, or is listed as a key without effect. Any other key raises a
-ValueError that names the key.
-"""
+"""Reads the quantization_config of a config.json. Unknown keys are refused with a ValueError."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +9,7 @@ from worker_service.loading.quantized.quantization_keys import COUNT, FLAG, SIZE
 from worker_service.wording import named, shown
 
 _NOTES = frozenset({
-    # These keys are settings of the algorithm that quantised the weights.
+    # Settings of the quantising algorithm.
     "act_bits", "act_data_type", "act_dynamic", "act_group_aware", "act_group_size", "act_sym", "amp",
     "autoround_version", "batch_size", "cache_block_outputs", "damp_auto_increment", "damp_percent", "dataset",
     "enable_alg_ext", "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input", "gptaq",
@@ -22,67 +18,61 @@ _NOTES = frozenset({
     "model_seqlen", "module_name_preceding_first_block", "mse", "nsamples", "offload_to_disk", "offload_to_disk_path",
     "pad_token_id", "quantizer", "scale_dtype", "seqlen", "super_bits", "super_group_size", "tokenizer", "train_bs",
     "true_sequential",
-    # These keys state which layers are quantised, which the tensors also show.
+    # Layers that are quantised; the tensors show them.
     "block_name_to_quantize", "ignored_layers", "lm_head", "modules_in_block_to_quantize", "modules_to_not_convert",
     "quant_block_list", "quant_lm_head", "static_groups", "supported_types", "to_quant_block_names",
-    # These keys are settings for the kernels of other programs.
+    # Settings for other programs' kernels.
     "backend", "disable_exllama", "do_fuse", "exllama_config", "fuse_max_seq_len", "max_input_length",
     "modules_to_fuse", "pack_impl", "use_cuda_fp16", "use_exllama",
 })  # fmt: skip
-"""Keys in the quantization_config of GPTQ, AWQ, AutoRound and fp8 that have no effect in this project."""
+"""Keys of GPTQ, AWQ, AutoRound and fp8 without effect here."""
 _OBJECT: Kind = ("an object", lambda value: isinstance(value, dict))
 _OF_INTEGERS: Mapping[str, Kind] = {
     "bits": COUNT, "group_size": SIZE, "desc_act": FLAG, "sym": FLAG, "data_type": one_of("int"),
     "act_bits": one_of(16, 32), "dynamic": _OBJECT, "extra_config": _OBJECT, "pack_dtype": one_of("int32"),
     "packing_format": TEXT, "checkpoint_format": TEXT, "format": TEXT, "method": TEXT,
 }  # fmt: skip
-"""Keys for integer weights. AutoRound writes some of its own keys into GPTQ and AWQ checkpoints, too."""
+"""Keys for integer weights. AutoRound writes its own keys into GPTQ and AWQ checkpoints, too."""
 _OF_GPTQ = {**_OF_INTEGERS, "is_marlin_format": one_of(False)}
 _OF_AWQ = {**_OF_INTEGERS, "w_bit": COUNT, "q_group_size": SIZE, "zero_point": FLAG, "version": TEXT}
 _OF_A_LAYER: Mapping[str, Kind] = {
     "bits": COUNT, "group_size": SIZE, "desc_act": FLAG, "sym": FLAG, "data_type": TEXT,
 }  # fmt: skip
-"""Keys in GPTQ's "dynamic" and AutoRound's "extra_config", which give single layers other settings than the rest of the
-model."""
+"""Keys for single layers in GPTQ's "dynamic" and AutoRound's "extra_config"."""
 _OF_FP8: Mapping[str, Kind] = {
     "activation_scheme": TEXT, "fmt": one_of("e4m3", "float8_e4m3fn"), "weight_block_size": block_size,
     "scale_fmt": one_of("float", "ue8m0"), "dequantize": one_of(False), "expert_dtype": one_of("fp8"),
     "quant_type": TEXT,
 }  # fmt: skip
 _ONE_LESS = ("gptq", "auto_round:auto_gptq", "auto_round:gptq")
-"""Formats of GPTQ that store each zero point reduced by 1."""
+"""GPTQ formats with zero points reduced by 1."""
 _GPTQ = (*_ONE_LESS, "gptq_v2", "auto_round", "auto_round:gptqmodel")
 _AWQ = ("gemm", "auto_round:auto_awq", "auto_round:awq")
 
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """The layout of a quantised checkpoint, with the settings that are needed to read its weights."""
-
     layout: str
     """"gptq", "awq", "compressed-tensors" or "fp8"."""
     bits: int = 0
-    """Bits of a number in the GPTQ or AWQ layout; 0 for other layouts. GPTQ layers may differ from it if
-    `layers_differ` is true."""
+    """Bits of a GPTQ or AWQ number, otherwise 0. GPTQ layers may differ if `layers_differ`."""
     group_size: int | None = None
-    """Number of inputs that share a scale in the GPTQ or AWQ layout. -1 means all inputs of an output. None means that
-    the number is unknown, or differs between layers."""
+    """Inputs that share a GPTQ or AWQ scale; -1: all inputs; None: unknown or different."""
     layers_differ: bool = False
     stores_one_less: bool = False
-    """Whether a GPTQ checkpoint stores each zero point reduced by 1."""
+    """GPTQ zero points are reduced by 1."""
     is_ordered: bool = False
-    """Whether a group of GPTQ weights may contain inputs that are not neighbours. If true, each layer has a tensor with
-    the number of each input's group."""
+    """A GPTQ group may have inputs that are not neighbours; a tensor then has each input's group."""
     stores_input_scales: bool = False
-    """Whether the checkpoint must contain an input scale for each fp8 layer."""
+    """Every fp8 layer must have an input scale."""
     block: Block | None = None
-    """The size of a block of fp8 weights that share one scale; None if there are no blocks."""
+    """Outputs and inputs of a block of fp8 weights; None without blocks."""
     groups: tuple[Group, ...] = ()
-    """The groups of layers in a quantization_config of the method compressed-tensors."""
+    """Groups of compressed-tensors."""
 
     @classmethod
     def from_json(cls, json: Mapping[str, Any]) -> "QuantizationConfig":
-        """`json` is the quantization_config. Raises ValueError if the quantisation is not supported."""
+        """Raises ValueError if unsupported."""
         method = json.get("quant_method")
         read = _METHODS.get(str(method))
         if read is None:
@@ -134,8 +124,7 @@ def _of_awq(json: Mapping[str, Any], layout: str) -> QuantizationConfig:
 
 
 def _layers_that_differ(json: Mapping[str, Any]) -> list[str]:
-    """Patterns of layers that have other settings than the rest of the model. The results have the form
-    "dynamic.PATTERN" or "extra_config.PATTERN"."""
+    """Names "dynamic.PATTERN" or "extra_config.PATTERN" for layers with other settings than the rest."""
     found = []
     for name, whole in (("dynamic", None), ("extra_config", 16)):
         for pattern, layer in (json.get(name) or {}).items():

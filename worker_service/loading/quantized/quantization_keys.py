@@ -1,5 +1,4 @@
-"""Checks the keys of a quantization_config. For each known key, a kind of valid values is given, or any value is
-accepted. An unknown key raises a ValueError that names the key."""
+"""Checks the keys of a quantization_config. A ValueError names an unknown key."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
@@ -7,7 +6,7 @@ from typing import Any, TypeAlias
 from worker_service.wording import named, shown
 
 Kind: TypeAlias = "tuple[str, Callable[[Any], bool]]"
-"""A kind of values: a description for error messages, and a function that returns whether a value is valid."""
+"""Description for error messages, and whether a value is valid."""
 FLAG: Kind = ("true or false", lambda value: type(value) is bool)
 TEXT: Kind = ("a text", lambda value: isinstance(value, str))
 COUNT: Kind = ("a whole number above 0", lambda value: type(value) is int and value > 0)
@@ -16,18 +15,14 @@ TEXTS: Kind = ("a list of texts", lambda value: isinstance(value, list) and all(
 
 
 def one_of(*values: Any) -> Kind:
-    """A kind that accepts only the given values. null is also accepted, because `check_keys` treats a key with null as
-    missing."""
+    """`check_keys` treats null as missing."""
     words = " or ".join(str(value).lower() if isinstance(value, bool) else str(value) for value in values) or "null"
     return words, lambda value: any(type(value) is type(one) and value == one for one in values)
 
 
 def check_keys(where: str, json: Mapping[str, Any], kinds: Mapping[str, Kind], notes: Collection[str] = ()) -> None:
-    """Raise ValueError if `json` has an unknown key, or a key with an invalid value.
-
-    kinds: known keys with their valid values; notes: known keys that may have any value; where: the path to `json`,
-    which error messages put before a key. A key with the value null, {} or [] counts as missing.
-    """
+    """Raise ValueError for an unknown key or an invalid value. null, {} and [] count as missing. notes: known keys with
+    any value; where: the path to `json` for error messages."""
     for name, value in json.items():
         if value is None or value in ({}, []) or name == "quant_method" or (name in notes and name not in kinds):
             continue
@@ -42,8 +37,8 @@ def check_keys(where: str, json: Mapping[str, Any], kinds: Mapping[str, Kind], n
 
 
 def agreed(json: Mapping[str, Any], *names: str) -> Any:
-    """The value of several keys that mean the same; None if all of these keys are missing. Raises ValueError if two
-    keys have different values; upper and lower case count as equal."""
+    """The value of keys with the same meaning; None if all are missing. Raises ValueError if values differ (case
+    aside)."""
     found = {name: json[name] for name in names if json.get(name) is not None}
     for name, value in found.items():
         first = next(iter(found))

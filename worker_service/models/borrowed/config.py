@@ -1,5 +1,4 @@
-"""Reads the config.json of a network that runs in transformers' own code. If the network is not supported, the error
-gives the reason."""
+"""Reads the config.json of a network that runs in transformers' code. Errors give the reason."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,20 +16,18 @@ from worker_service.models.config.transformers_keys import check_known, rope_par
 
 @dataclass(frozen=True)
 class TransformersConfig:
-    """The configuration of a network in transformers' code: its class, and the sizes of its KV cache."""
-
     network: Any
-    """transformers' configuration object for this network."""
+    """transformers' configuration object."""
     network_class: Any
     needs: Survey
     vocabulary_size: int
     max_model_len: int
     own_tensors: frozenset[str] = frozenset()
-    """Names of the tied tensors for which the checkpoint has separate values."""
+    """Tied tensors with separate values in the checkpoint."""
 
     @classmethod
     def from_json(cls, json: Mapping[str, Any]) -> "TransformersConfig":
-        """Read a config.json. Raises ValueError if the network is not supported."""
+        """Raises ValueError if the network is not supported."""
         network = parse(json)
         network_class = AutoModelForCausalLM._model_mapping.get(type(network), None)
         if (reason := _why_not(network, network_class)) is not None:
@@ -52,48 +49,41 @@ class TransformersConfig:
 
     @property
     def tied(self) -> Mapping[str, str]:
-        """Implements `ModelConfig.tied`."""
         return {name: other for name, other in self.needs.tied.items() if name not in self.own_tensors}
 
     def untied(self, own: frozenset[str]) -> "TransformersConfig":
-        """Implements `ModelConfig.untied`."""
         return replace(self, own_tensors=own)
 
     @property
     def ignored_tensors(self) -> Collection[str]:
-        """Implements `ModelConfig.ignored_tensors`."""
         return self.needs.ignored_tensors
 
     @property
     def hidden_size(self) -> int:
-        """Size of a token's hidden state."""
         return self.needs.hidden_size
 
     @property
     def num_layers(self) -> int:
-        """Number of layers whose keys and values are in the KV cache."""
         return self.needs.num_layers
 
     @property
     def num_kv_heads(self) -> int:
-        """Number of key-value heads of each layer."""
         return self.needs.num_kv_heads
 
     @property
     def head_dim(self) -> int:
-        """Number of elements of a head's key. A head's value has the same size."""
+        """Elements of a head's key; values have as many."""
         return self.needs.head_dim
 
     @property
     def sliding_window(self) -> int | None:
-        """The largest sliding window of all layers, in tokens; None if a layer has no window."""
         return self.needs.sliding_window
 
 
 def _why_not(network: Any, network_class: Any) -> str | None:
-    """The reason why a network with this configuration cannot run; None if the configuration shows no reason."""
+    """Why a network with this configuration cannot run, or None."""
     if network.is_encoder_decoder:
-        return "of networks with an encoder and a decoder, bart, t5 and whisper are supported"
+        return "supported encoder-decoders are bart, t5 and whisper"
     if network_class is None:
         return "it does not continue text"
     if network.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
@@ -113,21 +103,22 @@ def _why_not(network: Any, network_class: Any) -> str | None:
 
 
 def _check_rotary_dims(network: Any, needs: Survey) -> None:
-    """Raise ValueError if the network's code does not apply rotary embeddings to the part of each head that config.json
-    states."""
+    """Raise ValueError if the network's code rotates other parts of heads than config.json states."""
     for parameters in rope_parameters_of(network):
         kind = parameters.get("rope_type", "default")
         if kind != "default" and not needs.rotary_dims:
-            raise ValueError(f"it has positions of type {kind}, and the code of {network.model_type} turns no heads")
+            raise ValueError(
+                f"its rotary embeddings are of type {kind}, but the code of {network.model_type} rotates no heads"
+            )
         share = parameters.get("partial_rotary_factor")
         if share is not None and int(needs.head_dim * share) not in needs.rotary_dims:
             raise ValueError(
-                f"partial_rotary_factor is {share}, and the code of {network.model_type} turns other parts of a head"
+                f"partial_rotary_factor is {share}, and the code of {network.model_type} rotates other parts of a head"
             )
 
 
 def _lengths(network: Any) -> Iterator[int]:
-    """Yield the maximum sequence length for each of the network's rotary embeddings."""
+    """Yield the maximum sequence length of each rotary embedding."""
     length = int(network.max_position_embeddings)
     for parameters in rope_parameters_of(network) or [{}]:
         yield scaled_length(parameters.get("rope_type", "default"), parameters, length)

@@ -1,10 +1,7 @@
-"""Runs a generative network that the native decoder does not support. transformers' code computes the network, with
-this project's paged attention in its layers.
+"""Runs generative networks without native decoder in transformers' code, with this project's paged attention.
 
-In a step, transformers' code receives the tokens of all sequences as one long sequence. Only attention combines tokens,
-and the attention metadata separates the sequences of the step. Networks in transformers' code are slower than the
-native decoder, because few operations are fused. The layers of these families, for example, differ from the native
-decoder's layers:
+transformers' code sees all tokens of a step as one sequence; only attention combines tokens, and its metadata separates
+the sequences. Slower than the native decoder: few operations are fused. Examples of what differs:
 
     OLMo 2    Norms come only after each half of a layer; query and key norms cover all heads.
     Cohere    Attention and feed-forward network are computed in parallel.
@@ -27,11 +24,9 @@ from worker_service.models.layers.linear import NONE_QUANTIZED, Linear, Quantiza
 
 
 class TransformersModel:
-    """A generative network that runs in transformers' code."""
-
     def __init__(self, config: TransformersConfig, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate the weights without values. Tensors whose values follow from the configuration, such as rotary
-        frequencies, are filled."""
+        """Allocate weights unfilled; tensors that follow from the configuration, such as rotary frequencies, are
+        filled."""
         self.config = config
         self._network = build_network(config, dtype, device, NAME)
         self._body = self._network.get_decoder()
@@ -39,18 +34,17 @@ class TransformersModel:
         self._adapter_slots: Tensor | None = None  # None outside a forward pass
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Implements `CausalModel.checkpoint_tensors`."""
         return checkpoint_places(self._network)
 
     def pack(self, quantization: Quantization = "none", quantized: Quantized = NONE_QUANTIZED) -> None:
-        """Implements `CausalModel.pack`, without quantisation."""
+        """See `CausalModel.pack`; without quantisation."""
         assert quantization == "none"
         assert not quantized
         self._head.pack()
 
     def allocate_adapters(self, num_slots: int, max_rank: int) -> dict[str, AdapterPlace]:
-        """Implements `CausalModel.allocate_adapters`. Only plain linear layers of the network's body that multiply all
-        tokens can have adapters, so experts have none."""
+        """See `CausalModel.allocate_adapters`. Only linear layers that multiply all tokens can have adapters, so no
+        experts."""
         places = {}
         names = {id(module): name for name, module in self._network.named_modules()}
         for module in self._body.modules():
@@ -79,14 +73,12 @@ class TransformersModel:
         cache: Tensor,
         adapter_slots: Tensor | None = None,
     ) -> Tensor:
-        """Implements `CausalModel.forward`."""
         self._adapter_slots = adapter_slots
         with within(_CachedAttention(slots, attention, cache)):
             output = self._body(
                 input_ids=token_ids[None],
                 position_ids=positions[None],
-                # A mask is passed, because without a mask, transformers would look for sequence boundaries in the
-                # positions.
+                # Without a mask, transformers would look for sequence boundaries in the positions.
                 attention_mask=token_ids.new_ones((1, len(token_ids))),
                 use_cache=False,
             )
@@ -94,13 +86,11 @@ class TransformersModel:
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Implements `CausalModel.compute_logits`."""
         return self._head(inputs_embeds=hidden[None])
 
 
 class _CachedAttention:
-    """Computes attention over the paged KV cache during one forward pass. Call number n of `attend` computes the
-    attention of layer n."""
+    """Attention over the paged KV cache in one forward pass. Call n of `attend` is for layer n."""
 
     def __init__(self, slots: Tensor, metadata: AttentionMetadata, cache: Tensor) -> None:
         self._slots = slots

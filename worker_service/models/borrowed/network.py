@@ -1,8 +1,5 @@
-"""Parts for networks in transformers' code: allocation of the weights, packed linear layers, and an output head that
-runs without the network's body.
-
-The output head's product has a float32 result. The network's own code then caps and scales these logits.
-"""
+"""Parts for networks in transformers' code: weights, packed linear layers, and an output head without the body. The
+head's product is float32; the network's own code caps and scales these logits."""
 
 import copy
 from typing import Any
@@ -16,11 +13,8 @@ from worker_service.models.layers.linear import Linear
 
 
 def build_network(config: Any, dtype: torch.dtype, device: torch.device, attention: str, **options: Any) -> Any:
-    """Build a network of the class `config.network_class`. The weights are allocated but not filled.
-
-    Tensors whose values follow from the configuration, such as rotary frequencies, are filled. Tied tensors share
-    memory, except the tensors in `config.own_tensors`. attention: the name that is passed as `attn_implementation`.
-    """
+    """Allocate the weights unfilled; tensors that follow from the configuration are filled. Tied tensors share memory,
+    except those in `config.own_tensors`. attention: the `attn_implementation`."""
     with device, no_init_weights():
         network = config.network_class._from_config(
             copy.deepcopy(config.network), dtype=dtype, attn_implementation=attention, **options
@@ -35,7 +29,7 @@ def build_network(config: Any, dtype: torch.dtype, device: torch.device, attenti
 
 
 class Head:
-    """The output head of a network, which computes logits from the hidden states of the network's body."""
+    """Computes logits from the body's hidden states."""
 
     def __init__(self, network: Any, body: nn.Module) -> None:
         self._network = _with_part(network, _path(network, body), _GivenBody())
@@ -45,23 +39,22 @@ class Head:
             self._network = _with_part(self._network, _path(network, product), self._product)
 
     def pack(self) -> None:
-        """Pack the current weight of the head's linear layer."""
         if self._product is not None:
             self._product.pack()
 
     def __call__(self, **inputs: Any) -> Tensor:
-        """Compute logits. inputs: the network's usual inputs, in which the body's hidden states, [1, rows,
-        hidden_size], are passed as embeddings. Returns [rows, vocabulary_size] float32."""
+        """inputs: the network's inputs, with hidden states [1, rows, hidden_size] as embeddings. Returns [rows,
+        vocabulary_size] float32."""
         logits: Tensor = self._network(**inputs, use_cache=False).logits[0]
         return logits.float()
 
 
 class PackedLinear(nn.Module):
-    """Replaces a linear layer of a network in transformers' code. `pack` packs the layer's current weight."""
+    """Replaces a linear layer. `pack` packs the layer's current weight."""
 
     def __init__(self, linear: nn.Linear, *, wide: bool = False) -> None:
         super().__init__()
-        self.weight = linear.weight  # the code of some networks reads the weight's dtype
+        self.weight = linear.weight  # some networks' code reads the weight's dtype
         self._linear = Linear(linear.weight, linear.bias, wide=wide)
 
     def pack(self) -> None:
@@ -73,16 +66,14 @@ class PackedLinear(nn.Module):
 
 
 class _GivenBody(nn.Module):
-    """Replaces the body of a network. The input `inputs_embeds` contains the body's hidden states, which are returned
-    unchanged."""
+    """Replaces a network's body: returns `inputs_embeds`, the body's hidden states."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> "_Output":
         return _Output(inputs_embeds)
 
 
 class _Output:
-    """The output of a network's body, as output heads expect it. Only hidden states have a value; every other field is
-    None."""
+    """A body's output as heads expect it; all fields but the hidden states are None."""
 
     def __init__(self, last_hidden_state: Tensor) -> None:
         self.last_hidden_state = last_hidden_state
@@ -101,8 +92,7 @@ def _path(module: nn.Module, part: nn.Module) -> list[str]:
 
 
 def _with_part(module: nn.Module, path: list[str], part: nn.Module) -> Any:
-    """A shallow copy of `module`, which shares the weights of `module`. In the copy, `part` replaces the submodule at
-    `path`."""
+    """A shallow copy of `module`, with `part` at `path` and otherwise the same weights."""
     name, *rest = path
     other = copy.copy(module)
     other._modules = {**module._modules, name: _with_part(getattr(module, name), rest, part) if rest else part}

@@ -1,10 +1,6 @@
-"""Determines the KV cache's sizes for a network in transformers' code, and whether the network can run. No weights are
-read.
-
-The network's code runs once over two tokens on torch's meta device, where tensors have shapes but no data. The sizes
-are taken from the shapes of computed tensors, because different families have different names in config.json for heads
-and layers.
-"""
+"""Finds the KV cache's sizes of a network in transformers' code, and whether the network can run. The network runs once
+over two tokens on the meta device. Sizes are taken from computed tensors, because families name heads and layers
+differently in config.json."""
 
 import copy
 from collections.abc import Collection, Mapping
@@ -23,25 +19,22 @@ from worker_service.models.config.config_limits import check_padding
 
 @dataclass(frozen=True)
 class Survey:
-    """Sizes and other properties of a network, which `survey` determined on the meta device."""
-
     num_layers: int
     num_kv_heads: int
     head_dim: int
     sliding_window: int | None
-    """Same as `ModelConfig.sliding_window`."""
+    """See `ModelConfig.sliding_window`."""
     hidden_size: int
     tied: Mapping[str, str]
-    """Same as `ModelConfig.tied`."""
+    """See `ModelConfig.tied`."""
     ignored_tensors: Collection[str]
-    """Same as `ModelConfig.ignored_tensors`."""
+    """See `ModelConfig.ignored_tensors`."""
     rotary_dims: frozenset[int]
-    """Numbers of elements of a head to which rotary embeddings apply. The set has several entries if layers have
-    different rotary embeddings."""
+    """Rotated elements of a head; several entries if layers differ."""
 
 
 class _Observer:
-    """Implements `Attention`: records the shapes and windows of all layers, and computes nothing."""
+    """An `Attention` that records shapes and windows, and computes nothing."""
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, int]] = []
@@ -53,7 +46,7 @@ class _Observer:
         del scale, soft_cap
         if value.shape != key.shape or query.shape[2] != key.shape[2] or query.shape[1] % key.shape[1]:
             raise ValueError(
-                f"its queries, keys and values have heads that are not alike: {_sizes(query)}, {_sizes(key)} and "
+                f"its queries, keys and values have heads that do not match: {_sizes(query)}, {_sizes(key)} and "
                 f"{_sizes(value)}"
             )
         if window is not None and window < 1:
@@ -64,12 +57,11 @@ class _Observer:
 
 
 def survey(network_class: Any, config: Any) -> Survey:
-    """Run a network on the meta device, and return its sizes. If the network cannot run, raises a ValueError that gives
-    the reason."""
+    """Raises a ValueError with the reason if the network cannot run."""
     observer = _Observer()
     try:
         with torch.device("meta"), torch.inference_mode():
-            # "batched_mm" is transformers' only implementation of experts that does not read the values of tensors.
+            # "batched_mm" is the only implementation of experts that does not read tensors' values.
             network = network_class._from_config(
                 _without_data(config), attn_implementation=NAME, experts_implementation="batched_mm"
             )
@@ -77,7 +69,7 @@ def survey(network_class: Any, config: Any) -> Survey:
             if body is network or "position_ids" not in signature(body.forward).parameters:
                 raise ValueError("its code takes no positions")
             if any(isinstance(module, torch.nn.Conv1d) for module in network.modules()):
-                raise ValueError("it has convolutions, which look at tokens that a chunk does not have")
+                raise ValueError("it has convolutions, which need tokens outside a chunk")
             checkpoint_places(network)
             tokens = torch.zeros((1, 2), dtype=torch.long)
             with within(observer):
@@ -89,7 +81,7 @@ def survey(network_class: Any, config: Any) -> Survey:
     except Exception as error:
         if "Padding_idx" in str(error):
             check_padding(config)
-        # Any error is caught, because a network's code may raise any error on the meta device.
+        # The network's code may raise any error on the meta device.
         raise ValueError(f"its code does not run with our attention: {error or type(error).__name__}") from error
     if not observer.shapes:
         raise ValueError("it has no layer with attention")
@@ -113,8 +105,7 @@ def survey(network_class: Any, config: Any) -> Survey:
 
 
 def _without_data(config: Any) -> Any:
-    """A copy of the configuration with rotary frequencies that do not depend on the positions' values. The shapes of
-    tensors are the same."""
+    """A copy whose rotary frequencies do not depend on the positions' values; shapes are the same."""
     other = copy.deepcopy(config)
     parameters = getattr(other, "rope_parameters", None) or {}
     for rope in (parameters, *parameters.values()):

@@ -1,11 +1,6 @@
-"""Provides views of the weights of a network in transformers' code. The views have the names and shapes of the tensors
-in a checkpoint.
-
-In some families, a parameter has another name than in the checkpoint, or contains several checkpoint tensors, such as
-those of all experts. When transformers saves a model, it renames, splits and reshapes such parameters to checkpoint
-tensors. This module applies the same operations of transformers to views of the parameters, without a copy. Checkpoint
-tensors are thus read directly into their places in the parameters.
-"""
+"""Gives views of a network's weights the names and shapes of checkpoint tensors. Some parameters are renamed, or
+contain several checkpoint tensors, such as those of all experts. transformers splits and reshapes them when it saves a
+model; the same operations run here on views. Tensors are thus read without a copy."""
 
 from typing import Any
 
@@ -14,18 +9,15 @@ from transformers.core_model_loading import revert_weight_conversion
 
 
 class _View(Tensor):
-    """A tensor whose method `contiguous` always returns the tensor itself, never a copy."""
+    """A tensor whose `contiguous` never copies."""
 
     def contiguous(self, *_: Any, **__: Any) -> "_View":
         return self
 
 
 def tied_tensors(network: Any) -> dict[str, tuple[str, str]]:
-    """The tied tensors of a network, by the tensor's name in a checkpoint.
-
-    Each value consists of the tied tensor's name in the network, and the checkpoint name of the tensor to which it is
-    tied.
-    """
+    """Names of tied tensors in a checkpoint, each with its name in the network and the checkpoint name it is tied
+    to."""
     return {
         _name_in_checkpoint(network, name): (name, _name_in_checkpoint(network, other))
         for name, other in network.all_tied_weights_keys.items()
@@ -39,9 +31,8 @@ def _name_in_checkpoint(network: Any, name: str) -> str:
 
 
 def checkpoint_places(network: Any) -> dict[str, Tensor]:
-    """The places in the network's memory into which the tensors of a checkpoint are read, by name. Raises ValueError if
-    a tensor has no such place, because it is not a view of a parameter."""
-    # A tied weight has several names in the network. Checkpoints contain the weight under the first of these names.
+    """Places for checkpoint tensors, by name. Raises ValueError if a tensor is no view of a parameter."""
+    # A tied weight has several names in the network; checkpoints use the first.
     weights: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in network.state_dict(keep_vars=True).items():
         if tensor.is_floating_point():

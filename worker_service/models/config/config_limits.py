@@ -6,8 +6,7 @@ from typing import Any
 from worker_service.read_keys import LARGEST
 
 MAX_LAYERS = 512
-"""Maximum number of layers. Before weights are read, transformers' code runs a network once without data, which takes
-15 ms per layer."""
+"""transformers' code runs a network once without data before weights are read, at 15 ms per layer."""
 MAX_EXPERTS = 2**12
 SIZES: Mapping[str, tuple[int, int]] = {
     "vocab_size": (1, LARGEST),
@@ -23,12 +22,11 @@ SIZES: Mapping[str, tuple[int, int]] = {
     "head_dim": (1, 2**16),
     "max_position_embeddings": (1, LARGEST),
 }
-"""Minimum and maximum of each size of a native network. The maximum exceeds the size of all existing networks. A
-network of maximum size can still be built on the meta device, without memory for its weights."""
+"""Limits of a native network's sizes, beyond all existing networks. Such networks still fit on the meta device."""
 
 
 def check_padding(network: Any) -> None:
-    """Raise ValueError if the padding token's id is outside the vocabulary. network: a configuration object of
+    """Raise ValueError if the padding token is outside the vocabulary. network: a configuration object of
     transformers."""
     token, number = network.pad_token_id, network.vocab_size
     if token is not None and not -number <= token < number:

@@ -12,16 +12,16 @@ from worker_service.models.config.config_keys import BOOKKEEPING, CODE, EXECUTIO
 from worker_service.models.config.transformers_values import check_sizes, check_values
 from worker_service.wording import named
 
-# transformers' messages are disabled, because the service has its own log.
+# The service has its own log.
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
 _PROPERTIES = frozenset({"model_type", "num_labels", "rope_scaling"})
-"""Keys that every configuration class of transformers accepts, although the classes have no fields for these keys."""
+"""Keys that all configuration classes accept without a field."""
 
 
 def parse(json: Mapping[str, Any]) -> Any:
-    """Parse the config.json of a family that transformers supports. Raises ValueError if config.json is invalid."""
+    """Parse a supported family's config.json. Raises ValueError."""
     family = json.get("model_type", "of no stated type")
     if family not in CONFIG_MAPPING:
         raise ValueError(f"a model {family} is not supported: transformers does not know it")
@@ -31,18 +31,17 @@ def parse(json: Mapping[str, Any]) -> Any:
     wanted = {
         name: value
         for name, value in json.items()
-        # Keys that could make transformers load code or read other files are not passed.
+        # These keys could make transformers load code or read other files.
         if name not in BOOKKEEPING | CODE | EXECUTION
-        # Keys that would overwrite a method or a private attribute of the configuration object are not passed.
+        # Others would overwrite a method or a private attribute.
         and (name in own or not (name.startswith("_") or hasattr(config_class, name)))
-        # rope_scaling is not passed if it is null, because transformers would print a warning. An alias with the value
-        # null is not passed, because it would overwrite the aliased key with null.
+        # transformers warns about a null rope_scaling, and a null alias would overwrite its key.
         and not (value is None and (name == "rope_scaling" or name in config_class.attribute_map))
     }
     try:
         network = AutoConfig.for_model(**wanted)
     except Exception as error:
-        # Any error is caught, because a value that the family's configuration class does not check may cause any error.
+        # A value that the class does not check may cause any error.
         why = " ".join(str(error).split())
         if isinstance(error, ZeroDivisionError):
             zeros = [named(name) for name, value in wanted.items() if value == 0 and name not in HARMLESS]

@@ -1,7 +1,4 @@
-"""Refuses keys of a config.json that transformers' code does not read.
-
-transformers itself accepts every key, even a key that its code never reads.
-"""
+"""Refuses keys of a config.json that transformers' code does not read; transformers itself accepts every key."""
 
 import inspect
 import re
@@ -25,17 +22,15 @@ _REPEATED = {
     "activation_function": "hidden_act", "layer_norm_eps": "norm_eps", "layer_norm_epsilon": "norm_epsilon",
     "n_ctx": "max_position_embeddings", "norm_eps": "layer_norm_eps", "use_embedding_sharing": "tie_word_embeddings",
 }  # fmt: skip
-"""Older names of keys, each with the newer name. If config.json has both keys, their values must be equal."""
+"""Older names of keys. Old and new key must have equal values."""
 _REPEATED_OF_ROPE = {
     "partial_rotary_factor": "partial_rotary_factor", "rope_pct": "partial_rotary_factor", "rope_theta": "rope_theta",
     "rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor",
 }  # fmt: skip
-"""Keys at the top of config.json, each with the key in `rope_parameters` that has the same meaning. The values of both
-keys must be equal, because transformers may use either of them."""
+"""Top-level keys with the same meaning as in `rope_parameters`; transformers may use either, so both must be equal."""
 _FULL_LAYERS = {"_sliding_window_pattern": 1, "global_attn_every_n_layers": 0, "layer_switch": 1,
                 "sliding_window_pattern": 1}  # fmt: skip
-"""Keys whose value n means that every n-th layer has full attention. For each key, the number that is added to layer
-numbers before they are divided by n."""
+"""Keys by which every n-th layer has full attention, with the number to add before layer numbers are divided by n."""
 _IN_FLOAT32 = {"attention_softmax_in_fp32": True, "scale_attention_softmax_in_fp32": True, "scale_attn_weights": True}
 _NEUTRAL: Mapping[str, Mapping[str, object]] = {
     "apertus": {"post_norm": False, "qk_norm": True},
@@ -46,21 +41,16 @@ _NEUTRAL: Mapping[str, Mapping[str, object]] = {
     "ernie4_5": {"compression_ratio": 1},
     "gpt2": {"n_special": 0, "predict_special_tokens": True},
     "modernbert": {"position_embedding_type": "sans_pos"},
-    # The first published config.json files of StarCoder2 have activation_function "gelu", but the network uses the
-    # activation in hidden_act.
+    # StarCoder2's first files say "gelu", but the network uses hidden_act.
     "starcoder2": {"activation_function": "gelu", "mlp_type": "default", "norm_type": "layer_norm", **_IN_FLOAT32},
     "stablelm": {"rotary_scaling_factor": 1},
 }  # fmt: skip
-"""Keys in published config.json files that transformers' code does not read, by family. For each key, the only accepted
-value, which transformers' code always uses."""
+"""Unread keys in published files, by family, with the only value accepted, which transformers' code always uses."""
 
 
 def check_known(json: Mapping[str, Any], network: Any, network_class: Any) -> None:
-    """Raise ValueError if config.json has a key that neither transformers' configuration class nor the network's code
-    reads, and that is not in HARMLESS.
-
-    network: the configuration object that `parse` has returned for this config.json.
-    """
+    """Raise ValueError for a key that transformers' class and the network's code ignore and HARMLESS lacks. network:
+    result of `parse` for this config.json."""
     keys, read = ReadKeys(json), _matches(_READS, network_class)
     keys.without_effect("architectures", "model_type", *(name for name in json if _is_known(name, network, read)))
     keys.neutral(**_NEUTRAL.get(network.model_type, {}))
@@ -75,21 +65,19 @@ def check_known(json: Mapping[str, Any], network: Any, network_class: Any) -> No
 
 
 def rope_parameters_of(network: Any) -> list[Mapping[str, Any]]:
-    """The parameters of a network's rotary embeddings. The list has one entry for all layers, or one entry for each
-    kind of layer."""
+    """One entry for all layers, or one for each kind of layer."""
     parameters = getattr(network, "rope_parameters", None) or {}
     nested = [one for one in parameters.values() if isinstance(one, Mapping)]
     return nested or ([parameters] if parameters else [])
 
 
 def _is_known(name: str, network: Any, read: frozenset[str]) -> bool:
-    """Whether transformers' configuration class or the network's code uses a key. read: keys that the network's code
-    reads."""
+    """read: keys that the network's code reads."""
     config_class = type(network)
     own = {field.name for field in fields(config_class)}
     if name in own.union(config_class.attribute_map, config_class.attribute_map.values()):
         return True
-    if name.startswith("_") or hasattr(config_class, name):  # `parse` does not pass such a key
+    if name.startswith("_") or hasattr(config_class, name):  # not passed by `parse`
         return name == "rope_scaling" and hasattr(network, "rope_parameters")
     classes = config_class.__mro__[: config_class.__mro__.index(PreTrainedConfig)]
     return not hasattr(network, name) or name in read.union(*(_matches(_TAKES, one) for one in classes))
@@ -97,16 +85,16 @@ def _is_known(name: str, network: Any, read: frozenset[str]) -> bool:
 
 @cache
 def _matches(pattern: re.Pattern[str], of_class: type) -> frozenset[str]:
-    """All matches of a pattern in the source code of the module that defines the class."""
+    """All matches in the module that defines the class."""
     return frozenset(pattern.findall(inspect.getsource(sys.modules[of_class.__module__])))
 
 
 def _check_full_layers(keys: ReadKeys, network: Any) -> None:
-    """Raise ValueError if a key in `_FULL_LAYERS` contradicts the network's `layer_types`."""
+    """Raise ValueError if `_FULL_LAYERS` contradicts `layer_types`."""
     kinds, own = getattr(network, "layer_types", None), {field.name for field in fields(network)}
     for name, first in _FULL_LAYERS.items():
         every = keys.plain.get(name)
-        if kinds is None or every is None or name in own:  # in `own`: a default for missing layer_types
+        if kinds is None or every is None or name in own:  # `own`: default for missing layer_types
             continue
         if type(every) is not int or every < 1:
             raise ValueError(f"{name} is {shown(every)}; it must be a whole number from 1 on")
@@ -117,20 +105,17 @@ def _check_full_layers(keys: ReadKeys, network: Any) -> None:
 
 
 def _check_repeated_of_rope(keys: ReadKeys, network: Any) -> None:
-    """Raise ValueError if keys at the top of config.json contradict the parameters of the network's rotary
-    embeddings."""
+    """Raise ValueError if top-level keys contradict the rotary embeddings' parameters."""
     newer, older = keys.plain.get("rope_parameters") or {}, keys.plain.get("rope_scaling") or {}
     if newer and older and newer != older:
-        raise ValueError("rope_parameters and rope_scaling say different things")
+        raise ValueError("rope_parameters and rope_scaling differ")
     for name, inner in _REPEATED_OF_ROPE.items():
         value, every = keys.plain.get(name), rope_parameters_of(network)
         found = [one.get(inner, 1 if inner == "partial_rotary_factor" else None) for one in every]
         if value is None or not every:
             continue
         if value not in found:
-            raise ValueError(
-                f"{name} is {shown(value)}, and {inner} {shown(found[0])} among the parameters of positions"
-            )
+            raise ValueError(f"{name} is {shown(value)}, and {inner} {shown(found[0])} in the rotary parameters")
         keys.without_effect(name)
 
 

@@ -1,9 +1,5 @@
-"""Refuses invalid values in config.json that transformers' configuration classes would accept, or on which they would
-crash.
-
-transformers checks only the types of values. For example, transformers accepts NaN, infinity, negative sizes and
-contradicting values, and creates as many layers as config.json states.
-"""
+"""Refuses invalid values in config.json that transformers accepts or crashes on. transformers checks types only: NaN,
+infinity, negative sizes, contradictions and any number of layers pass."""
 
 import math
 import re
@@ -15,31 +11,27 @@ from worker_service.models.config.config_keys import HARMLESS
 from worker_service.wording import named, shown
 
 _COUNTED: Mapping[str, int] = {"layer": 512, "block": 512, "expert": 4_096, "head": 1_024, "label": 1 << 16}
-"""Maximum of a count in config.json, by a word that the count's key contains. Before any tensor is read, transformers
-creates objects for each layer, expert or head. Creating the objects of one layer takes 10 to 20 ms. The deepest
-published network has 126 layers."""
+"""Maximum of a count, by a word in its key. transformers creates each layer's objects in 10 to 20 ms before any tensor
+is read. The deepest published network has 126 layers."""
 _MAX_HEADS = 1 << 15
-"""Maximum number of attention heads in all layers together. StableLM's code creates two objects for each head. The
-largest number of heads in a published network is 16,128."""
+"""Attention heads in all layers. StableLM's code creates two objects for each; the published maximum is 16,128."""
 _NO_COUNT = re.compile("dim|epsilon|eps|index|length|size|token|window")
 _NO_AMOUNT = re.compile("index|token_id")
 _FROM_ONE = ("hidden_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers",
                  "type_vocab_size", "vocab_size")  # fmt: skip
 _DIVISORS = re.compile(r".*(eps|epsilon|soft_?cap(ping)?|logits_scaling)")
-"""Regular expression for keys whose values must be above 0. A network divides by these values, or takes the root of a
-sum with them."""
+"""Keys above 0: divisors, or terms of a sum under a root."""
 _OF_ROPE = (
     "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "long_factor", "low_freq_factor",
     "mscale", "mscale_all_dim", "original_max_position_embeddings", "partial_rotary_factor", "rope_theta",
     "short_factor",
 )  # fmt: skip
-"""Parameters of rotary embeddings that must be numbers or lists of numbers. transformers does not check their types."""
+"""Numbers, or lists of numbers, whose types transformers does not check."""
 _OF_ROPE_AT_TOP = ("partial_rotary_factor", "rope_pct", "rope_theta", "rotary_emb_base", "rotary_pct")
 
 
 def check_values(json: Mapping[str, Any], config_class: Any) -> None:
-    """Raise ValueError if config.json has a value that is invalid for the configuration class. The error names the
-    key."""
+    """Raise a ValueError that names the key of an invalid value."""
     for name, value in _numbers(json):
         if not math.isfinite(value):
             raise ValueError(f"{named(name)} is {value}; it must be a finite number")
@@ -65,8 +57,7 @@ def check_values(json: Mapping[str, Any], config_class: Any) -> None:
 
 
 def check_sizes(network: Any) -> None:
-    """Raise ValueError if a size of the network is not a whole number of at least 1, or if the network has too many
-    heads."""
+    """Raise ValueError if a size is not a whole number from 1, or if there are too many heads."""
     for name in _FROM_ONE:
         size = getattr(network, name, None)
         if size is not None and not (type(size) is int and size >= 1):
@@ -77,7 +68,7 @@ def check_sizes(network: Any) -> None:
 
 
 def _check_aliases(json: Mapping[str, Any], config_class: Any) -> None:
-    """Raise ValueError if config.json has a key and an alias of this key with different values."""
+    """Raise ValueError if a key and its alias differ."""
     for alias, name in config_class.attribute_map.items():
         one, other = json.get(alias), json.get(name)
         if one is not None and other is not None and one != other:
@@ -85,12 +76,12 @@ def _check_aliases(json: Mapping[str, Any], config_class: Any) -> None:
 
 
 def _check_positions(where: str, parameters: object, names: Collection[str]) -> None:
-    """Raise ValueError if a parameter of rotary embeddings in `names` is not a valid number."""
+    """Raise ValueError if a parameter in `names` is no valid number."""
     if not isinstance(parameters, Mapping):
         raise ValueError(f"{where[:-1]} is {shown(parameters)}; it must be an object")
     for name, value in parameters.items():
         if name not in names:
-            if isinstance(value, Mapping):  # the parameters for one kind of layer
+            if isinstance(value, Mapping):  # for one kind of layer
                 _check_positions(f"{where}{name}.", value, names)
             continue
         is_list = name in ("long_factor", "short_factor")
@@ -102,9 +93,9 @@ def _check_positions(where: str, parameters: object, names: Collection[str]) -> 
 
 
 def _numbers(json: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:
-    """Yield every number in config.json with its key, such as "rope_scaling.factor"."""
+    """Yield every number with its key, such as "rope_scaling.factor"."""
     left: list[tuple[str, Any]] = [*json.items()]
-    while left:  # a loop, because config.json may be nested deeper than Python's recursion limit
+    while left:  # a loop: nesting may exceed Python's recursion limit
         name, value = left.pop()
         if isinstance(value, Mapping):
             left += [(f"{name}.{key}", within) for key, within in value.items()]

@@ -1,1 +1,1 @@
-"""Native decoders: their families, their layers, and heads that draft tokens."""
+"""Native decoders: families, layers, and drafting heads."""

@@ -1,16 +1,8 @@
-"""The native decoder: computes Llama's network, with the variants that `DecoderConfig` describes.
+"""The native decoder: Llama's network, with the variants of `DecoderConfig`.
 
-A decoder layer has two halves. The first half is attention, and the second half is a gated feed-forward network or a
-mixture of experts. The input of each half is the normalised residual stream. The output of each half is added to the
-residual stream.
-
-The query, key and value projections are fused into one product. The gate and up projections are fused into one product,
-too. Weights are allocated once, in their final places. `checkpoint_tensors` maps each tensor of a checkpoint to its
-part of the allocated weights.
-
-With tensor parallelism, each rank holds a `Shard` of the network: some of the attention heads, inner units and
-vocabulary tokens. The output of each half of a layer, and the embeddings, are summed over the ranks. Each rank computes
-the logits of its own vocabulary tokens.
+Each half of a layer (attention, then an MLP) reads the normalised residual stream and adds to it. Query, key and value
+are one product, and so are gate and up. A rank holds a `Shard`; halves and embeddings are summed over the ranks, and
+each rank computes the logits of its own tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,8 +26,6 @@ from worker_service.parallel.ranks import ALONE, Ranks
 
 
 class DecoderLayer:
-    """A layer of the native decoder, with this rank's part of the weights."""
-
     def __init__(
         self,
         config: DecoderConfig,
@@ -77,12 +67,12 @@ class DecoderLayer:
 
     @property
     def projections(self) -> list[Projection]:
-        """All linear layers of this decoder layer, with the names of their projections."""
+        """All linear layers."""
         return self._attention_projections + self._mlp.projections
 
     @property
     def adapted(self) -> list[Projection]:
-        """The linear layers of this decoder layer that can have adapters."""
+        """The linear layers that can have adapters."""
         return self._attention_projections + self._mlp.adapted
 
     @property
@@ -96,8 +86,7 @@ class DecoderLayer:
         return [(self._qkv, qkv), (self._out, {"self_attn.o_proj": config.hidden_size})]
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """This layer's tensors that must be filled from a checkpoint. The keys are the tensors' names without the
-        layer's prefix."""
+        """See `Loadable.checkpoint_tensors`. Names are without the layer's prefix."""
         tensors = {"input_layernorm.weight": self._attention_norm}
         for linear, names in self.projections:
             tensors |= linear.parts(names)
@@ -123,13 +112,9 @@ class DecoderLayer:
         attention: AttentionMetadata,
         adapter_slots: Tensor | None,
     ) -> Tensor:
-        """Compute the layer: add `delta` and the attention's output to `residual` in place, and return the output of
-        the layer's second half.
-
-        delta is [num_tokens, hidden_size], the return value of the previous layer, or None in the first layer. residual
-        is [num_tokens, hidden_size] float32, the residual stream. rotation: cosines and sines from `rotary_tables`, or
-        None in a layer without rotary embeddings. layer_cache, slots: see `store_kv`. adapter_slots: see `Linear`.
-        """
+        """Add `delta` and the attention's output to `residual` in place; return the second half's output. delta:
+        [num_tokens, hidden_size], the previous layer's result, or None. residual: [num_tokens, hidden_size] float32.
+        rotation: from `rotary_tables`, or None. layer_cache, slots: see `store_kv`."""
         config, ops = self._config, self._ops
         eps, offset = config.rms_norm_eps, config.norm_offset
         if delta is None:
@@ -160,8 +145,6 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A native decoder, which computes logits from token ids. See the module's docstring."""
-
     def __init__(
         self,
         config: DecoderConfig,
@@ -172,12 +155,9 @@ class Decoder:
         batch_invariant: bool = False,
         fill: Fill | None = None,
     ) -> None:
-        """Allocate this rank's weights without filling them. batch_invariant: see `ops_for`.
-
-        fill: function that copies checkpoint tensors to their places in memory. If `fill` is given, `pack` allocates
-        the weight matrices of one layer at a time, and calls `fill` for the matrices that are needed in floating point.
-        `pack` then also raises the errors that `fill` raises.
-        """
+        """Allocate this rank's weights unfilled. batch_invariant: see `ops_for`. fill: copies checkpoint tensors to
+        their places. If given, `pack` allocates one layer at a time, and lets `fill` read the matrices needed in
+        floating point; `pack` then raises the errors of `fill`."""
         self.config = config
         self._ranks = ranks
         self._ops: Ops = ops_for(device, batch_invariant)
@@ -191,10 +171,9 @@ class Decoder:
         ]
         self._fill = fill
         self._norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
-        # The embedding scale is rounded to the dtype of the weights, because it had this dtype in training.
+        # Rounded to the weights' dtype, as in training.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
-        # The table is not allocated with `empty_like`. On the meta device, `empty_like` makes torch import sympy, which
-        # would take a fifth of the time that a worker needs to start.
+        # On the meta device, `empty_like` would import sympy: a fifth of a worker's start.
         head = self._embedding.weight if config.tied_embeddings else table()
         self._lm_head = Linear(head, wide=True, ops=self._ops)
         ropes = {layer.rope for layer in config.layers if layer.rope is not None}
@@ -204,22 +183,16 @@ class Decoder:
 
     @property
     def embedding(self) -> Callable[[Tensor], Tensor]:
-        """The network's embedding, a function from token ids, [num_tokens] int64, to embeddings, [num_tokens,
-        hidden_size] float32."""
+        """A function from token ids [num_tokens] int64 to [num_tokens, hidden_size] float32."""
         return self._embedding
 
     def show_states(self, before: Sequence[int], show: Callable[[Sequence[Tensor], Tensor], None]) -> None:
-        """Register the function `show` for a drafting head. Each forward pass calls `show` with the hidden states
-        before the layers in `before`, and with the tokens' slots.
-
-        The hidden states before a layer are [num_tokens, hidden_size], in the dtype of the weights. In `before`, the
-        number num_layers stands for the hidden states after the last layer, and num_layers + 1 for the hidden states
-        after the network's last norm.
-        """
+        """In each forward pass, call `show` with the hidden states before the layers in `before`, and the slots. States
+        are [num_tokens, hidden_size] in the weights' dtype. In `before`, num_layers means after the last layer, and
+        num_layers + 1 after the last norm."""
         self._shown, self._show = tuple(before), show
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Implements `CausalModel.checkpoint_tensors`."""
         embedding = self._embedding.own_rows(self._embedding.weight)
         tensors = {"model.embed_tokens.weight": embedding, "model.norm.weight": self._norm}
         if not self.config.tied_embeddings:
@@ -229,7 +202,6 @@ class Decoder:
         return tensors
 
     def pack(self, quantization: Quantization = "none", quantized: Quantized = NONE_QUANTIZED) -> None:
-        """Implements `CausalModel.pack`."""
         head = self._lm_head.weight
         name = "model.embed_tokens.weight" if self.config.tied_embeddings else "lm_head.weight"
         if isinstance(quantized.get("model.embed_tokens.weight"), Float8Weight):
@@ -248,7 +220,6 @@ class Decoder:
             _pack_layer(layer, f"model.layers.{number}", quantization, quantized, self._fill)
 
     def allocate_adapters(self, num_slots: int, max_rank: int) -> dict[str, AdapterPlace]:
-        """Implements `CausalModel.allocate_adapters`."""
         places: dict[str, AdapterPlace] = {}
         for number, layer in enumerate(self._layers):
             for linear, names in layer.adapted:
@@ -266,7 +237,7 @@ class Decoder:
         cache: Tensor,
         adapter_slots: Tensor | None = None,
     ) -> Tensor:
-        """Implements `CausalModel.forward`. The returned hidden states are normalised by the network's last norm."""
+        """See `CausalModel.forward`. Hidden states are normalised by the last norm."""
         rotations = {
             rope: rotary_tables(positions, frequencies, rope.scale) for rope, frequencies in self._frequencies.items()
         }
@@ -279,7 +250,7 @@ class Decoder:
                 states[number] = (residual.clone() if delta is None else residual + delta).to(self._norm.dtype)
             rotation = rotations[layer_config.rope] if layer_config.rope is not None else None
             delta = layer.forward(delta, residual, rotation, cache[:, number], slots, attention, adapter_slots)
-        assert delta is not None  # every network has at least one layer
+        assert delta is not None  # every network has a layer
         normed = self._ops.add_rms_norm(delta, residual, self._norm, self.config.rms_norm_eps, self.config.norm_offset)
         if self._show is not None:
             behind = {len(self._layers): residual, len(self._layers) + 1: normed}
@@ -288,25 +259,22 @@ class Decoder:
         return normed
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Implements `CausalModel.compute_logits`."""
         logits, cap = self._lm_head(hidden), self.config.logit_soft_cap
         if cap is not None:
             logits = cap * torch.tanh(logits / cap)
-        # Every rank receives the logits of all ranks, so that all ranks sample the same tokens without further
-        # communication.
+        # All ranks get all logits, and so sample the same tokens without further communication.
         return self._ranks.all_gather(logits)[:, : self.config.vocabulary_size].contiguous()
 
 
 def _pack_layer(
     layer: DecoderLayer, name: str, quantization: Quantization, quantized: Quantized, fill: Fill | None
 ) -> None:
-    """Pack the weights of a decoder layer. If a weight was on the meta device, its floating-point values occupy memory
-    only during this call."""
+    """Pack a layer. Floating-point values of weights on the meta device exist only during this call."""
     projections = [
         (linear, {f"{name}.{part}": size for part, size in parts.items()}) for linear, parts in layer.projections
     ]
     if fill is not None:
-        fill(_materialised(projections, quantization, quantized))  # no reference to the weights is kept here
+        fill(_materialised(projections, quantization, quantized))  # keeps no reference to the weights
     for linear, parts in projections:
         weights = [quantized.get(f"{part}.weight") for part in parts]
         if any(weight is not None for weight in weights):
@@ -318,8 +286,7 @@ def _pack_layer(
 def _materialised(
     projections: Sequence[Projection], quantization: Quantization, quantized: Quantized
 ) -> dict[str, Tensor]:
-    """Allocate those weights that are still on the meta device and are needed in floating point. Returns the allocated
-    tensors by name."""
+    """Allocate the weights on the meta device that are needed in floating point, by name."""
     places: dict[str, Tensor] = {}
     for linear, parts in projections:
         needed = [f"{part}.weight" for part in parts if f"{part}.weight" not in quantized]

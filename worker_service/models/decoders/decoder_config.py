@@ -1,5 +1,4 @@
-"""The configuration of a native decoder: its sizes, and the switches for all differences between native model
-families."""
+"""A native decoder's sizes, and switches for all differences between families."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,12 +9,11 @@ from worker_service.models.config.rope import Rope
 
 @dataclass(frozen=True)
 class MixtureNames:
-    """Names of the parts of a mixture of experts in a checkpoint. The names of router and experts follow the layer's
-    prefix. The names of gate, up and down projection follow the expert's prefix."""
+    """Names in a checkpoint: of router and experts after the layer's prefix, of projections after the expert's."""
 
     router: str
     experts: str
-    """The part of a tensor's name before the expert's number."""
+    """The part of a name before the expert's number."""
     gate: str
     up: str
     down: str
@@ -23,16 +21,13 @@ class MixtureNames:
 
 @dataclass(frozen=True)
 class Mixture:
-    """A mixture of experts. The experts are feed-forward networks, and each token uses some of the experts.
-
-    Raises ValueError if `num_chosen` exceeds `num_experts`.
-    """
+    """A mixture of experts. Raises ValueError if `num_chosen` exceeds `num_experts`."""
 
     num_experts: int
     num_chosen: int
-    """Number of experts that each token uses."""
+    """Experts for each token."""
     intermediate_size: int
-    """Number of inner units of one expert."""
+    """Inner units of one expert."""
     renormalise: bool
     """Whether the router's weights for a token's experts are divided by their sum."""
     names: MixtureNames
@@ -44,20 +39,17 @@ class Mixture:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """The settings of one decoder layer. The layers of a network may have different settings."""
-
     rope: Rope | None
-    """The rotary embedding of queries and keys; None for a layer without rotary embeddings."""
+    """None without rotary embeddings."""
     window: int | None
-    """The size of the sliding window in tokens, including the query token itself; None if a token attends to all
-    earlier tokens."""
+    """Size in tokens, including the query; None without a window."""
     mixture: Mixture | None = None
-    """The layer's mixture of experts; None for a dense layer. All layers with a mixture have equal mixtures."""
+    """None for a dense layer. All mixtures of a network are equal."""
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The configuration of a native decoder. Raises ValueError if its sizes contradict each other."""
+    """Raises ValueError if sizes contradict each other."""
 
     vocabulary_size: int
     hidden_size: int
@@ -68,31 +60,32 @@ class DecoderConfig:
     max_model_len: int
     rms_norm_eps: float
     activation: str
-    """Name of an activation function that the operation `gated_activation` supports."""
+    """A function of `gated_activation`."""
     layers: tuple[LayerConfig, ...]
     tied_embeddings: bool
     attention_scale: float
-    """Factor by which the products of queries and keys are multiplied before the softmax."""
+    """Factor on products of queries and keys, before the softmax."""
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    """Whether each head's queries and keys are normalised before rotary embeddings are applied."""
+    """Whether queries and keys are normalised per head, before rotary embeddings."""
     post_norms: bool = False
-    """Whether the output of each half of a layer is normalised, in addition to the half's input."""
+    """Whether the outputs of both halves are normalised, too."""
     norm_offset: float = 0.0
-    """Number that is added to the weights of all norms when they are applied."""
+    """Number to add to all norms' weights."""
     embedding_scale: float = 1.0
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
     fused_checkpoint: bool = False
-    """Whether the checkpoint stores the query, key and value projections as one tensor, and the gate and up projections
-    as one tensor."""
+    """Whether query, key and value are one tensor in the checkpoint, and gate and up another."""
 
     def __post_init__(self) -> None:
         turning = [2 * len(layer.rope.inverse_frequencies) for layer in self.layers if layer.rope is not None]
         if max(turning, default=0) > self.head_dim:
-            raise ValueError(f"{max(turning)} numbers of each head would turn, and head_dim is {self.head_dim}")
+            raise ValueError(
+                f"rotary embeddings would rotate {max(turning)} elements of each head, and head_dim is {self.head_dim}"
+            )
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; it must be even")
         if self.num_heads % self.num_kv_heads:
@@ -102,28 +95,23 @@ class DecoderConfig:
             )
 
     ignored_tensors = ()
-    """Same as `ModelConfig.ignored_tensors`."""
 
     @property
     def num_layers(self) -> int:
-        """Number of layers whose keys and values are in the KV cache."""
         return len(self.layers)
 
     @property
     def tied(self) -> Mapping[str, str]:
-        """Implements `ModelConfig.tied`."""
         return {"lm_head.weight": "model.embed_tokens.weight"} if self.tied_embeddings else {}
 
     def untied(self, own: frozenset[str]) -> "DecoderConfig":
-        """Implements `ModelConfig.untied`."""
         return replace(self, tied_embeddings=False) if own else self
 
     @property
     def mixture(self) -> Mixture | None:
-        """The network's mixture of experts; None if all layers are dense."""
+        """None if all layers are dense."""
         return next((layer.mixture for layer in self.layers if layer.mixture is not None), None)
 
     @property
     def sliding_window(self) -> int | None:
-        """The largest sliding window of all layers, in tokens; None if a layer has no window."""
         return widest(layer.window for layer in self.layers)

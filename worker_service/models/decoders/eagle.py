@@ -1,9 +1,5 @@
-"""EAGLE-3's drafting head: one decoder layer that drafts the next token from hidden states of the target network. (Li
-et al., 2025.)
-
-The inputs of the head's layer are the embedding of a token, and a state of the previous token. If the previous token is
-not a draft, a linear layer computes its state from the target's hidden states at three depths.
-"""
+"""EAGLE-3's drafting head: one decoder layer over a token's embedding and the previous token's state (Li et al., 2025).
+If the previous token is no draft, its state is a linear function of the target's hidden states at three depths."""
 
 from collections.abc import Callable, Sequence
 
@@ -20,11 +16,8 @@ from worker_service.models.layers.linear import Linear
 
 
 class EagleHead:
-    """Implements `Head` for EAGLE-3."""
-
     def __init__(self, config: EagleConfig, dtype: torch.dtype, device: torch.device, *, has_embedding: bool) -> None:
-        """Allocate the weights without filling them. has_embedding: whether the head has an embedding of its own; if
-        not, the head uses the target's embedding."""
+        """Allocate weights unfilled. has_embedding: false if the head uses the target's embedding."""
         self.states_before = config.states_before
         self._config = config
         self._ops: Ops = ops_for(device)
@@ -44,7 +37,7 @@ class EagleHead:
         self._token_ids: Tensor | None = None
 
     def checkpoint_tensors(self, layer: str) -> dict[str, Tensor]:
-        """Implements `Loadable.checkpoint_tensors`. layer: the name of the head's layer in the checkpoint."""
+        """layer: the layer's name in the checkpoint."""
         tensors = self._layer.checkpoint_tensors() | {
             "hidden_norm.weight": self._state_norm,
             "input_layernorm.weight": self._embedding_norm,
@@ -56,13 +49,9 @@ class EagleHead:
         return whole
 
     def pack(self, token_ids: Tensor | None, embedding: Callable[[Tensor], Tensor]) -> None:
-        """Prepare the weights for forward passes. `pack` is called once, after the tensors of `checkpoint_tensors` have
-        been filled.
-
-        token_ids is [draft_vocabulary_size] int64, the token id to which each of the head's logits belongs. token_ids
-        is None if logit i belongs to token id i. embedding: the target's function from token ids, [num_tokens] int64,
-        to embeddings, [num_tokens, hidden_size] float32.
-        """
+        """Called once, after the tensors of `checkpoint_tensors` have been filled. token_ids: [draft_vocabulary_size]
+        int64, the token of each logit; None if logit i is for token i. embedding: the target's, see
+        `Decoder.embedding`."""
         if self._table is None:
             self._embedding = embedding
         self._layer.pack()
@@ -75,17 +64,15 @@ class EagleHead:
         return functional.embedding(token_ids, self._table).float()
 
     def read(self, states: Sequence[Tensor], slots: Tensor, cache: Tensor) -> None:
-        """Implements `Head.read`."""
         self.keep(self._fc(torch.cat(list(states), dim=1)), slots, cache)
 
     def keep(self, states: Tensor, slots: Tensor, cache: Tensor) -> None:
-        """Implements `Head.keep`."""
         self._layer.keep(states, slots, cache)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionMetadata, cache: Tensor
     ) -> Tensor:
-        """Implements `Head.forward`. The returned states are not normalised by the head's last norm."""
+        """See `Head.forward`. States are not normalised by the last norm."""
         ops, eps = self._ops, self._config.layer.rms_norm_eps
         residual = self._layer.kept(slots, cache)
         normed = ops.rms_norm(residual, self._state_norm, eps)
@@ -96,7 +83,6 @@ class EagleHead:
         return residual
 
     def compute_logits(self, states: Tensor) -> Tensor:
-        """Implements `Head.compute_logits`."""
         layer = self._config.layer
         logits = self._lm_head(self._ops.rms_norm(states, self._norm, layer.rms_norm_eps))
         if self._token_ids is None:

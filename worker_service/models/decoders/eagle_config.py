@@ -1,9 +1,5 @@
-"""Reads the config.json of an EAGLE-3 head (Li et al., 2025), which has two published formats.
-
-The older format, by EAGLE's authors, has the sizes of the head's layer at the top of config.json. The newer format, by
-vLLM's project speculators, has the sizes of the head's layer under the key `transformer_layer_config`, and has more
-keys.
-"""
+"""Reads the config.json of an EAGLE-3 head (Li et al., 2025), in two published formats. EAGLE's authors put the layer's
+sizes at the top, vLLM's speculators under `transformer_layer_config`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,40 +12,34 @@ from worker_service.models.decoders.head_layer import num_state_layers
 from worker_service.read_keys import ReadKeys
 
 _FAMILIES = ("llama", "qwen2", "qwen3")
-"""Model families to which the layer of a head may belong."""
+"""Families of a head's layer."""
 _FEWEST_LAYERS = 3
 _MAX_STATE_LAYERS = 16
-"""Maximum number of cache layers in which the state of one token is stored. Published heads need one to four cache
-layers for a state."""
+"""Cache layers for the state of one token. Published heads need one to four."""
 _NEUTRAL: Mapping[str, object] = {
     "eagle_decoder_type": "llama", "has_lm_head": True, "next_layer_regularization": "none", "parallel_draft_step": 1,
     "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False,
 }  # fmt: skip
-"""Keys that some config.json files of heads contain, each with the only supported value."""
+"""Keys with the only supported value."""
 _NOTES = ("embed_requires_grad", "has_no_defaults_at_init", "speculators_config", "speculators_version")
-"""Keys about the training and the purpose of a head. These keys are ignored."""
+"""Ignored keys: notes on training and purpose."""
 
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """The configuration of an EAGLE-3 head for a target network."""
-
     layer: DecoderConfig
-    """The head's layer, described as a network that has one layer and the target's vocabulary."""
+    """A network of one layer, with the target's vocabulary."""
     draft_vocabulary_size: int
-    """Number of tokens for which the head computes logits. Many heads compute logits only for the most frequent
-    tokens."""
+    """Tokens with logits; many heads cover the most frequent tokens only."""
     target_hidden_size: int
     states_before: tuple[int, ...]
-    """Numbers of the target's layers whose inputs the head uses. The number num_layers stands for the output of the
-    last layer."""
+    """Target layers whose inputs the head uses; num_layers: the last layer's output."""
     norm_before_residual: bool
-    """Whether the residual stream of the head's layer begins with the normalised state of the previous token."""
+    """Whether the residual stream begins with the normalised state of the previous token."""
 
     @classmethod
     def from_json(cls, json: Mapping[str, Any], target: DecoderConfig) -> "EagleConfig":
-        """Read the config.json of a head. Raises ValueError if the head is not supported, or was made for a target of
-        other sizes."""
+        """Raises ValueError if the head is unsupported, or made for a target of other sizes."""
         keys = ReadKeys(json)
         keys.choice("speculators_model_type", ("eagle3",), "eagle3")
         if keys.boolean("norm_before_fc", False, null=False):
@@ -84,16 +74,15 @@ def _layer(sizes: ReadKeys) -> DecoderConfig:
     if layer.layers[0].window is not None:
         raise ValueError("heads with a sliding window are not supported")
     if (room := num_state_layers(layer)) > _MAX_STATE_LAYERS:
-        raise ValueError(f"a state of {layer.hidden_size} numbers takes the place of {room} layers' keys and values")
+        raise ValueError(
+            f"a state of {layer.hidden_size} numbers needs {room} cache layers, more than {_MAX_STATE_LAYERS}"
+        )
     return layer
 
 
 def _states_before(keys: ReadKeys, num_layers: int) -> tuple[int, ...]:
-    """Numbers of the target's layers whose inputs the head uses.
-
-    SGLang's SpecForge writes these numbers under the key `eagle_config`. Numbers under `eagle_config` belong to layers
-    whose outputs the head uses, so that 1 must be added.
-    """
+    """Target layers whose inputs the head uses. SGLang's SpecForge counts layers whose outputs are used
+    (`eagle_config`), so that 1 is added."""
     own, name = keys.group("eagle_config"), "eagle_aux_hidden_state_layer_ids"
     if not all(part.boolean("use_aux_hidden_state", True, null=True) for part in (own, keys)):
         raise ValueError("heads with use_aux_hidden_state false, which read one state, are not supported")
@@ -105,5 +94,5 @@ def _states_before(keys: ReadKeys, num_layers: int) -> tuple[int, ...]:
             raise ValueError(f"{name} is {inputs}, and {outputs} within eagle_config, which is {list(after)} here")
         return after
     if inputs is None and num_layers < _FEWEST_LAYERS:
-        raise ValueError(f"it says no {name}, and the model has {num_layers} layers; there are others from 3 on")
+        raise ValueError(f"it has no {name}, whose default needs 3 layers; the model has {num_layers}")
     return tuple(inputs or (2, num_layers // 2, num_layers - 3))

@@ -1,4 +1,4 @@
-"""The table of token embeddings. With tensor parallelism, each rank holds the rows of some tokens."""
+"""The table of token embeddings; each rank holds the rows of some tokens."""
 
 from collections.abc import Callable
 
@@ -10,33 +10,27 @@ from worker_service.parallel.ranks import Ranks
 
 
 class Embedding:
-    """The embedding layer of a native decoder: a function from token ids to embeddings.
-
-    In most networks, the embedding table is also the weight of the output head. In these networks, embeddings are read
-    from the output head's packed weight, so that the table is in memory only once.
-    """
+    """A function from token ids to embeddings. A table tied to the output head is read from the head's packed weight,
+    so that it is in memory once."""
 
     def __init__(self, weight: Tensor, tokens: range, ranks: Ranks) -> None:
-        """weight is [rows, hidden_size]. The first rows are the embeddings of the token ids in `tokens`; the remaining
-        rows are unused."""
+        """weight: [rows, hidden_size]; its first rows are for `tokens`, and any others are unused."""
         self.weight = weight
         self._tokens, self._ranks = tokens, ranks
         self._rows: Callable[[Tensor], Tensor] = lambda rows: functional.embedding(rows, self.weight).float()
 
     def own_rows(self, weight: Tensor) -> Tensor:
-        """The rows of `weight` that belong to a token of this rank. `weight` must have the shape of the embedding
-        table."""
+        """The rows of `weight` for this rank's tokens. weight: in the table's shape."""
         return weight[: len(self._tokens)]
 
     def take_rows_of(self, linear: Linear) -> None:
-        """If the packed weight of `linear` allows reading of rows, read embeddings from it from now on, and free the
-        embedding table."""
+        """If the packed weight of `linear` can be read by rows, use it and free the table."""
         if (table := linear.table) is not None:
             self._rows = table.rows
             self.weight = self.weight.new_empty(0)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """Look up embeddings. token_ids is [num_tokens] int64. Returns [num_tokens, hidden_size] float32."""
+        """token_ids: [num_tokens] int64. Returns [num_tokens, hidden_size] float32."""
         if self._ranks.size == 1:
             return self._rows(token_ids)
         rows = token_ids - self._tokens.start

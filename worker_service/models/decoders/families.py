@@ -1,7 +1,5 @@
-"""Reads the config.json of the native model families as a `DecoderConfig`, with the default values of transformers.
-
-A family's function raises ValueError if config.json has a setting that the native decoder does not support. If
-config.json has a key that the function does not read, the model is refused (see `config_keys`)."""
+"""Reads the config.json of native families as a `DecoderConfig`, with transformers' defaults. Functions raise
+ValueError for unsupported settings. Unread keys are refused (see `config_keys`)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,20 +16,20 @@ _KINDS = ("full_attention", "sliding_attention")
 
 
 def _llama(json: ReadKeys) -> DecoderConfig:
-    """Reads the config.json of Llama and SmolLM2. (Touvron et al., 2023.)"""
+    """Llama and SmolLM2. (Touvron et al., 2023.)"""
     if json.plain.get("hidden_act", "silu") == "silu":
-        json.neutral(activation="swiglu")  # Falcon 3's config.json has both keys
+        json.neutral(activation="swiglu")  # Falcon 3 has both keys
     attention_bias = json.boolean("attention_bias", False)
     return _read(json, qkv_bias=attention_bias, out_bias=attention_bias, mlp_bias=json.boolean("mlp_bias", False))
 
 
 def _mistral(json: ReadKeys) -> DecoderConfig:
-    """Mistral is Llama with a sliding window in every layer. (Jiang et al., 2023.)"""
+    """Llama with a window in every layer. (Jiang et al., 2023.)"""
     return _read(json, num_kv_heads=8, windows=[json.integer("sliding_window", 4096, null=None)] * _num_layers(json))
 
 
 def _mixtral(json: ReadKeys) -> DecoderConfig:
-    """Mixtral is Mistral with a mixture of experts in every layer. (Jiang et al., 2024.)"""
+    """Mistral with a mixture of experts in every layer. (Jiang et al., 2024.)"""
     num_layers = _num_layers(json)
     mixture = Mixture(
         num_experts=_num_experts(json, 8),
@@ -51,19 +49,19 @@ def _mixtral(json: ReadKeys) -> DecoderConfig:
 
 
 def _qwen2(json: ReadKeys) -> DecoderConfig:
-    """Qwen2 is Llama with query, key and value biases, and optional windows in late layers. (Yang et al., 2024.)"""
+    """Llama with query, key and value biases, and optional windows in late layers. (Yang et al., 2024.)"""
     json.neutral(attention_bias=True)
     return _read(json, qkv_bias=True, num_kv_heads=32, windows=_qwen_windows(json))
 
 
 def _mimo(json: ReadKeys) -> DecoderConfig:
-    """MiMo is Qwen2 with a layer for multi-token prediction, draft method "mtp". (Xiaomi LLM-Core Team, 2025.)"""
+    """Qwen2 with a layer for multi-token prediction, draft method "mtp". (Xiaomi LLM-Core Team, 2025.)"""
     json.without_effect("num_nextn_predict_layers")
     return _qwen2(json)
 
 
 def _qwen3(json: ReadKeys) -> DecoderConfig:
-    """Qwen3 is Qwen2 with normalised queries and keys, and without biases. (Yang et al., 2025.)"""
+    """Qwen2 with normalised queries and keys, without biases. (Yang et al., 2025.)"""
     attention_bias = json.boolean("attention_bias", False)
     return _read(
         json,
@@ -77,7 +75,7 @@ def _qwen3(json: ReadKeys) -> DecoderConfig:
 
 
 def _qwen3_moe(json: ReadKeys) -> DecoderConfig:
-    """Qwen3-MoE is Qwen3 with experts in all or most layers, and an optional window in all. (Yang et al., 2025.)"""
+    """Qwen3 with experts in all or most layers, and an optional window in all. (Yang et al., 2025.)"""
     json.neutral(use_qk_norm=True)
     num_layers, interval = _num_layers(json), json.integer("decoder_sparse_step", 1)
     mixture = Mixture(
@@ -105,7 +103,7 @@ def _qwen3_moe(json: ReadKeys) -> DecoderConfig:
 
 
 def _smollm3(json: ReadKeys) -> DecoderConfig:
-    """SmolLM3 is Llama, except that every fourth layer has no rotary embeddings. (Bakouch et al., 2025.)"""
+    """Llama, with no rotary embeddings in every fourth layer. (Bakouch et al., 2025.)"""
     num_layers = _num_layers(json)
     interval = json.integer("no_rope_layer_interval", 4)
     rotated = json.integers("no_rope_layers", num_layers, least=0, most=1)
@@ -127,7 +125,7 @@ def _smollm3(json: ReadKeys) -> DecoderConfig:
 
 
 def _phi3(json: ReadKeys) -> DecoderConfig:
-    """Phi-3 is Llama with fused projections. Some models rotate only a part of each head. (Abdin et al., 2024.)"""
+    """Llama with fused projections; some models rotate a part of each head only. (Abdin et al., 2024.)"""
     num_layers = _num_layers(json)
     rope = read_rope(json, _head_dim(json), parts_of_heads=True, original=4096)
     return _read(
@@ -140,15 +138,15 @@ def _phi3(json: ReadKeys) -> DecoderConfig:
 
 
 def _gemma(json: ReadKeys) -> DecoderConfig:
-    """Gemma is Llama with scaled embeddings, larger heads, and norm weights stored minus 1. (Gemma Team, 2024.)"""
+    """Llama with scaled embeddings, larger heads, and norm weights stored minus 1. (Gemma Team, 2024.)"""
     return _read_gemma(json, "hidden_act", num_kv_heads=16)
 
 
 def _gemma2(json: ReadKeys) -> DecoderConfig:
-    """Gemma 2 is Gemma with post-norms, soft caps, and a sliding window in every second layer. (Gemma Team, 2024.)"""
+    """Gemma with post-norms, soft caps, and a window in every second layer. (Gemma Team, 2024.)"""
     slides = [number % 2 == 0 for number in range(_num_layers(json))]
     window = json.integer("sliding_window", 4096, null=None)
-    json.neutral(sliding_window_size=window)  # the first config.json files of Gemma 2 have both keys
+    json.neutral(sliding_window_size=window)  # Gemma 2's first files have both keys
     return _read_gemma(
         json,
         num_kv_heads=4,
@@ -161,8 +159,8 @@ def _gemma2(json: ReadKeys) -> DecoderConfig:
 
 
 def _gemma3(json: ReadKeys) -> DecoderConfig:
-    """Gemma 3 is Gemma 2 with normalised queries and keys instead of soft caps. Layers with a sliding window have a
-    smaller `rope_theta`. (Gemma Team, 2025.)"""
+    """Gemma 2 with normalised queries and keys in place of soft caps, and a smaller `rope_theta` in layers with a
+    window. (Gemma Team, 2025.)"""
     num_layers, pattern = _num_layers(json), json.integer("sliding_window_pattern", 6)
     window = json.integer("sliding_window", 4096, null=None)
     windows = _windows(json, window, [(number + 1) % pattern != 0 for number in range(num_layers)])
@@ -194,11 +192,11 @@ FAMILIES: dict[str, Callable[[ReadKeys], DecoderConfig]] = {
     "qwen3_moe": _qwen3_moe,
     "smollm3": _smollm3,
 }
-"""The function that reads a family's config.json, by the value of the key `model_type`."""
+"""Readers by `model_type`."""
 
 
 def read_decoder(json: Mapping[str, Any]) -> DecoderConfig:
-    """Read a native family's config.json. Raises a ValueError that names the key if a key or value is unsupported."""
+    """Raises a ValueError that names an unsupported key or value."""
     keys = ReadKeys(json)
     family = keys.choice("model_type", FAMILIES)
     check_generates(json)
@@ -209,7 +207,7 @@ def read_decoder(json: Mapping[str, Any]) -> DecoderConfig:
 
 
 WITH_MTP = ("mimo",)
-"""Families whose checkpoints contain a layer for multi-token prediction (see `worker_service.models.decoders.mtp`)."""
+"""Families with a layer for multi-token prediction in the checkpoint (see `mtp`)."""
 
 
 def _read(
@@ -226,7 +224,7 @@ def _read(
     attention_scale: float | None = None,
     **options: Any,
 ) -> DecoderConfig:
-    """Read the keys of all families. num_kv_heads, head_dim, eps and tied_embeddings are the family's defaults."""
+    """Read the keys of all families. num_kv_heads, head_dim, eps, tied_embeddings: the family's defaults."""
     if activation is None:
         activation = json.choice("hidden_act", _ACTIVATIONS, "silu")
     num_heads, num_layers = _size(json, "num_attention_heads"), _num_layers(json)
@@ -260,13 +258,13 @@ def _read(
 
 
 def _read_gemma(json: ReadKeys, act_name: str = "hidden_activation", **options: Any) -> DecoderConfig:
-    """Read the keys that all versions of Gemma have in common. act_name: the key that names the activation function,
-    "hidden_act" or "hidden_activation". If config.json has both of these keys, their values must be equal."""
+    """Read the keys of all Gemmas. act_name: key of the activation; "hidden_act" and "hidden_activation" must not
+    differ."""
     if json.boolean("use_bidirectional_attention", False, null=False):
         raise ValueError("use_bidirectional_attention is True, and attention to later tokens is not supported")
     activation = json.choice(act_name, _ACTIVATIONS, "gelu_pytorch_tanh", null="gelu_pytorch_tanh")
     if act_name == "hidden_act" and activation == "gelu":
-        activation = "gelu_pytorch_tanh"  # Gemma's first config.json files mean the tanh variant
+        activation = "gelu_pytorch_tanh"  # Gemma's first files mean the tanh variant
     json.neutral(hidden_act=activation, hidden_activation=activation)
     attention_bias = json.boolean("attention_bias", False)
     return _read(
@@ -283,7 +281,7 @@ def _read_gemma(json: ReadKeys, act_name: str = "hidden_activation", **options: 
 
 
 def _gemma3_rope(json: ReadKeys, kind: str, theta_name: str, theta: float) -> Rope:
-    """Read the rotary embedding of a kind of layer. Older config.json files scale only layers with full attention."""
+    """Older files scale only layers with full attention."""
     older = json.group("rope_scaling") if kind == "full_attention" else ReadKeys({})
     newer = json.group("rope_parameters").group(kind)
     if older.plain and newer.plain:
@@ -294,7 +292,7 @@ def _gemma3_rope(json: ReadKeys, kind: str, theta_name: str, theta: float) -> Ro
 
 
 def _max_model_len(json: ReadKeys, ropes: Sequence[Rope | None]) -> int:
-    """The maximum sequence length: the least that config.json states or the layers' rotary embeddings allow."""
+    """The least of config.json's maximum and those of the rotary embeddings."""
     length = _size(json, "max_position_embeddings")
     lengths = [length if rope is None else rope.max_positions or length for rope in ropes]
     others = [other for name in _OTHER_LENGTHS if (other := json.integer(name, None, null=None)) is not None]
@@ -302,7 +300,7 @@ def _max_model_len(json: ReadKeys, ropes: Sequence[Rope | None]) -> int:
 
 
 def _size(json: ReadKeys, name: str, default: int = REFUSED, *, null: int = REFUSED) -> int:
-    """Read a size whose key is in `SIZES`. The value must be at least 1, and at most the maximum in `SIZES`."""
+    """Read a size from 1 to its maximum in `SIZES`."""
     return json.integer(name, default, null=null, most=SIZES[name][1])
 
 
@@ -328,7 +326,7 @@ def _head_dim(json: ReadKeys, default: int | None = None) -> int:
 
 
 def _window(json: ReadKeys, default: int | None) -> int | None:
-    """Read the sliding window of a family whose layers have a window only if `use_sliding_window` is true."""
+    """The window of families whose layers have one only if `use_sliding_window` is true."""
     window, uses = json.integer("sliding_window", default, null=None), json.boolean("use_sliding_window", False)
     return window if uses else None
 
@@ -339,7 +337,7 @@ def _qwen_windows(json: ReadKeys) -> list[int | None]:
 
 
 def _windows(json: ReadKeys, window: int | None, slides: Sequence[bool]) -> list[int | None]:
-    """Each layer's window. slides: whether each layer has a window if config.json has no `layer_types`."""
+    """Each layer's window. slides: layers with a window if config.json has no `layer_types`."""
     types = json.choices("layer_types", _KINDS, len(slides))
     if types is not None:
         slides = [kind == "sliding_attention" for kind in types]

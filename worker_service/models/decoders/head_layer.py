@@ -1,10 +1,6 @@
-"""The decoder layer of a drafting head, and the hidden states that a drafting head stores beside its keys and values.
-
-A drafting head drafts a token from the hidden state of the previous token. The state of the previous token was computed
-by the head if this token is a draft, and by the target network if it is not. The head's cache stores these states as if
-they were the keys and values of additional layers. A cache block that is moved, copied or shared thus includes the
-states of its tokens.
-"""
+"""The decoder layer of a drafting head, and the hidden states beside its keys and values. A token is drafted from the
+previous token's state, computed by the head for a draft and otherwise by the target. The states are stored like
+additional layers of the cache, so that they move and are shared with their blocks."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -23,51 +19,40 @@ from worker_service.models.layers.linear import Linear
 
 
 def num_state_layers(config: DecoderConfig) -> int:
-    """Number of cache layers, each with keys and values, that the hidden states of a drafting head occupy."""
+    """Cache layers, with keys and values, that a token's hidden state occupies."""
     return -(-config.hidden_size // (2 * config.num_kv_heads * config.head_dim))
 
 
 class Head(Protocol):
-    """A drafting head: a network that drafts tokens from the hidden states of a target network.
-
-    cache: the drafting head's cache, [num_blocks, 1 + num_state_layers, 2, block_size, num_kv_heads, head_dim]. slots
-    is [num_tokens] int64. A token has the same slot in the target's cache and in the drafting head's cache.
-    """
+    """A network that drafts tokens from a target's hidden states. cache: [num_blocks, 1 + num_state_layers, 2,
+    block_size, num_kv_heads, head_dim]. slots: [num_tokens] int64, the same as in the target's cache."""
 
     @property
     def states_before(self) -> Sequence[int]:
-        """Numbers of the target's layers whose inputs the drafting head uses, as in the argument `before` of
-        `Decoder.show_states`."""
+        """Argument `before` of `Decoder.show_states`."""
 
     def read(self, states: Sequence[Tensor], slots: Tensor, cache: Tensor) -> None:
-        """Compute this head's input states from the target's hidden states, and store the input states in the cache.
-        states is [num_tokens, target's hidden_size] for each entry of `states_before`."""
+        """Compute and store input states. states: [num_tokens, target's hidden_size] for each of `states_before`."""
 
     def keep(self, states: Tensor, slots: Tensor, cache: Tensor) -> None:
-        """Store hidden states that `forward` has computed, [num_tokens, hidden_size], in the cache."""
+        """Store hidden states of `forward`, [num_tokens, hidden_size]."""
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionMetadata, cache: Tensor
     ) -> Tensor:
-        """Run the drafting head over tokens, each with the stored state of the token before it. Returns hidden states,
-        [num_tokens, hidden_size].
-
-        token_ids is [num_tokens] int64, the tokens. positions and slots are [num_tokens] int64, the position and the
-        slot of the token before each token.
-        """
+        """Run the head over tokens, each with the stored state of the token before. Returns [num_tokens, hidden_size].
+        token_ids: [num_tokens] int64. positions, slots: [num_tokens] int64, of the token before each token."""
 
     def compute_logits(self, states: Tensor) -> Tensor:
-        """Compute logits. states is [rows, hidden_size] from `forward`. Returns [rows, vocabulary_size] float32, with
-        -inf for tokens for which the drafting head has no logit."""
+        """states: [rows, hidden_size] from `forward`. Returns [rows, vocabulary_size] float32, -inf for tokens without
+        a logit."""
 
 
 class HeadLayer:
-    """The attention half and the feed-forward half of a drafting head's decoder layer. The caller normalises the input
-    of attention."""
+    """Both halves of the layer. The caller normalises the input of attention."""
 
     def __init__(self, config: DecoderConfig, num_inputs: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate the weights without filling them. num_inputs: the number of elements of a token's input to
-        attention."""
+        """Allocate weights unfilled. num_inputs: elements of a token's input to attention."""
         self._config = config
         self._dtype = dtype
         self._ops: Ops = ops_for(device)
@@ -88,7 +73,7 @@ class HeadLayer:
         self._frequencies, self._rope_scale = rope.inverse_frequencies.to(device), rope.scale
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Implements `Loadable.checkpoint_tensors`. The keys are names without the layer's prefix."""
+        """Names are without the layer's prefix."""
         query, key, value = self._qkv_sizes
         hidden, inner = self._config.hidden_size, self._config.intermediate_size
         tensors = {
@@ -103,7 +88,6 @@ class HeadLayer:
         return tensors
 
     def pack(self) -> None:
-        """Implements `Loadable.pack`."""
         for linear in (self._qkv, self._out, self._gate_up, self._down):
             linear.pack()
 
@@ -116,8 +100,8 @@ class HeadLayer:
         attention: AttentionMetadata,
         cache: Tensor,
     ) -> None:
-        """Compute the layer, and add the outputs of both halves to `residual` in place. x is [num_tokens, num_inputs];
-        residual is [num_tokens, hidden_size] float32."""
+        """Add the outputs of both halves to `residual` in place. x: [num_tokens, num_inputs]; residual: [num_tokens,
+        hidden_size] float32."""
         config, ops = self._config, self._ops
         rotation = rotary_tables(positions, self._frequencies, self._rope_scale)
         attended = ops.qkv_attention(
@@ -135,7 +119,6 @@ class HeadLayer:
         residual += self._down(ops.gated_activation(self._gate_up(x), config.activation))
 
     def keep(self, states: Tensor, slots: Tensor, cache: Tensor) -> None:
-        """Implements `Head.keep`."""
         num_layers, (num_heads, head_dim) = cache.shape[1] - 1, cache.shape[4:]
         room = num_layers * 2 * num_heads * head_dim
         padded = functional.pad(states.to(self._dtype), (0, room - states.shape[1]))
@@ -144,7 +127,7 @@ class HeadLayer:
             self._ops.store_kv(parts[:, number, 0], parts[:, number, 1], cache[:, 1 + number], slots)
 
     def kept(self, slots: Tensor, cache: Tensor) -> Tensor:
-        """Read the hidden states that `keep` has stored in these slots, [num_tokens, hidden_size] float32."""
+        """The states stored by `keep`, [num_tokens, hidden_size] float32."""
         block_size = cache.shape[3]
         blocks = torch.div(slots, block_size, rounding_mode="floor")
         found = cache[blocks, 1:, :, slots - blocks * block_size]

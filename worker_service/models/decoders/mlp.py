@@ -1,7 +1,4 @@
-"""The second half of a decoder layer: a gated feed-forward network, or a mixture of experts.
-
-The projections of a gated feed-forward network can have adapters. Experts and routers cannot have adapters.
-"""
+"""The second half of a decoder layer: a gated feed-forward network, or a mixture of experts without adapters."""
 
 from functools import partial
 from typing import Protocol
@@ -17,28 +14,24 @@ from worker_service.models.layers.expert_linear import ExpertLinear
 from worker_service.models.layers.linear import Linear
 
 Projection = tuple[Linear, dict[str, int]]
-"""A linear layer that consists of one or more fused projections. The dictionary contains each projection's name in a
-checkpoint, and its number of outputs."""
+"""A linear layer of fused projections: their names in a checkpoint, and outputs of each."""
 
 
 class Mlp(Protocol):
-    """Interface of the second half of a decoder layer, whether a feed-forward network or a mixture of experts."""
-
     @property
     def projections(self) -> list[Projection]:
-        """All linear layers of this half, with the names of their projections."""
+        """All linear layers."""
 
     @property
     def adapted(self) -> list[Projection]:
-        """The linear layers of this half that can have adapters."""
+        """The linear layers that can have adapters."""
 
     def __call__(self, x: Tensor, adapter_slots: Tensor | None) -> Tensor:
-        """Compute this half of the layer. x is [rows, hidden_size]; adapter_slots: see `Linear`. The caller must add
-        the return values of all ranks."""
+        """x: [rows, hidden_size]; adapter_slots: see `Linear`. The caller sums the results of all ranks."""
 
 
 class DenseMlp:
-    """A gated feed-forward network, which computes `down(activation(gate(x)) * up(x))`. (Shazeer, 2020.)"""
+    """`down(activation(gate(x)) * up(x))` (Shazeer, 2020)."""
 
     def __init__(
         self,
@@ -51,8 +44,7 @@ class DenseMlp:
         deferred: bool = False,
         ops: Ops | None = None,
     ) -> None:
-        """inner: number of the network's inner units that this rank holds; deferred: see `Linear.allocate`; ops: see
-        `Linear`."""
+        """inner: this rank's inner units; deferred: see `Linear.allocate`; ops: see `Linear`."""
         self._config, self._inner, self._ops = config, inner, ops or ops_for(device)
         allocate = partial(Linear.allocate, dtype=dtype, device=device, deferred=deferred, ops=self._ops)
         hidden, wide = config.hidden_size, self._ops.WIDE_PRODUCTS
@@ -61,7 +53,6 @@ class DenseMlp:
 
     @property
     def projections(self) -> list[Projection]:
-        """Implements `Mlp.projections`."""
         if self._config.fused_checkpoint:
             gate_up = {"mlp.gate_up_proj": 2 * self._inner}
         else:
@@ -70,22 +61,17 @@ class DenseMlp:
 
     @property
     def adapted(self) -> list[Projection]:
-        """Implements `Mlp.adapted`."""
         return self.projections
 
     def __call__(self, x: Tensor, adapter_slots: Tensor | None) -> Tensor:
-        """Implements `Mlp.__call__`."""
         activated = self._ops.gated_activation(self._gate_up(x, adapter_slots), self._config.activation)
         return self._down(activated, adapter_slots)
 
 
 class MixtureMlp:
-    """A mixture of experts. For each row of x, a router chooses several experts. The output for a row is the weighted
-    sum of its experts' outputs.
-
-    The router's logits are float32, and `pack` does not quantise the router, because small differences decide which
-    experts a token uses. Each rank holds a part of every expert, and the whole router.
-    """
+    """Adds up the outputs of the experts that a router chooses for a row, weighted by the router. The router is
+    float32, unquantised and whole on each rank, because small differences decide which experts a token uses. A rank
+    holds a part of every expert."""
 
     def __init__(
         self,
@@ -98,7 +84,7 @@ class MixtureMlp:
         deferred: bool = False,
         ops: Ops | None = None,
     ) -> None:
-        """inner: number of an expert's inner units that this rank holds; deferred, ops: see `ExpertLinear`."""
+        """inner: this rank's inner units of an expert; deferred, ops: see `ExpertLinear`."""
         self._config, self._mixture, self._inner = config, mixture, inner
         self._ops: Ops = ops or ops_for(device)
         router = torch.empty(mixture.num_experts, config.hidden_size, dtype=dtype, device=device)
@@ -109,7 +95,6 @@ class MixtureMlp:
 
     @property
     def projections(self) -> list[Projection]:
-        """Implements `Mlp.projections`."""
         names = self._mixture.names
         projections = [(self._router, {names.router: self._mixture.num_experts})]
         for number, (gate_up, down) in enumerate(zip(self._gate_up.experts, self._down.experts, strict=True)):
@@ -120,11 +105,11 @@ class MixtureMlp:
 
     @property
     def adapted(self) -> list[Projection]:
-        """Implements `Mlp.adapted`. The result is empty, because experts cannot have adapters."""
+        """Experts cannot have adapters."""
         return []
 
     def __call__(self, x: Tensor, adapter_slots: Tensor | None) -> Tensor:  # noqa: ARG002 (`DenseMlp` uses it)
-        """Implements `Mlp.__call__`. Returns float32."""
+        """Returns float32."""
         weights, experts = choose_experts(self._router(x), self._mixture.num_chosen, self._mixture.renormalise)
         rows = group_rows(experts, self._mixture.num_experts)
         inner = self._gate_up(x.index_select(0, rows.tokens), rows.ends)

@@ -1,9 +1,8 @@
-"""MiMo's drafting head for multi-token prediction (MTP): one decoder layer that was trained together with the model.
+"""MiMo's drafting head for multi-token prediction (MTP): one decoder layer, trained together with the model.
 
-The inputs of the MTP layer are a token's embedding, and the model's final hidden state of the previous token. The
-model's output head computes the MTP layer's logits. MiMo's report describes the layer (Xiaomi LLM-Core Team, 2025);
-DeepSeek-AI (2024) published the method. If a checkpoint has several MTP layers, each was trained to draft the token at
-one distance. Only the first MTP layer is used here, for all distances.
+The layer (Xiaomi LLM-Core Team, 2025; method: DeepSeek-AI, 2024) reads a token's embedding and the model's final state
+of the previous token; the model's head computes logits. Of several MTP layers, each trained for one distance, the first
+drafts for all distances.
 """
 
 from collections.abc import Sequence
@@ -20,14 +19,12 @@ from worker_service.models.decoders.head_layer import HeadLayer
 from worker_service.models.layers.linear import Linear
 
 NAME = "model.mtp_layers.0"
-"""Name of the MTP layer in a checkpoint."""
+"""Name in a checkpoint."""
 
 
 class MtpHead:
-    """Implements `Head` for multi-token prediction."""
-
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate the weights without filling them. config: the configuration of the model."""
+        """Allocate weights unfilled. config: the model's."""
         self.states_before = (config.num_layers + 1,)
         self._eps = config.rms_norm_eps
         self._ops: Ops = ops_for(device)
@@ -39,7 +36,6 @@ class MtpHead:
         self._target: Decoder | None = None
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Implements `Loadable.checkpoint_tensors`."""
         tensors = self._layer.checkpoint_tensors() | {
             "token_layernorm.weight": self._token_norm,
             "hidden_layernorm.weight": self._state_norm,
@@ -50,27 +46,24 @@ class MtpHead:
         return {f"{NAME}.{name}": tensor for name, tensor in tensors.items()}
 
     def pack(self, target: Decoder) -> None:
-        """Prepare the weights for forward passes. `pack` is called once, after the tensors of `checkpoint_tensors` have
-        been filled. target: the model."""
+        """Called once, after the tensors of `checkpoint_tensors` have been filled. target: the model."""
         self._layer.pack()
         self._input.pack()
         self._target = target
 
     def read(self, states: Sequence[Tensor], slots: Tensor, cache: Tensor) -> None:
-        """Implements `Head.read`."""
         self.keep(states[0], slots, cache)
 
     def keep(self, states: Tensor, slots: Tensor, cache: Tensor) -> None:
-        """Implements `Head.keep`."""
         self._layer.keep(states, slots, cache)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionMetadata, cache: Tensor
     ) -> Tensor:
-        """Implements `Head.forward`. The returned states are normalised, as are the model's final hidden states."""
+        """See `Head.forward`. States are normalised, like the model's final hidden states."""
         assert self._target is not None
         ops, eps = self._ops, self._eps
-        # The embedding of a sequence's second token is replaced by zeros, as it was in training.
+        # The second token's embedding is zeros, as in training.
         embedded = self._target.embedding(token_ids).masked_fill((positions == 0).unsqueeze(1), 0)
         normed = ops.rms_norm(self._layer.kept(slots, cache), self._state_norm, eps)
         residual = self._input(torch.cat([normed, ops.rms_norm(embedded, self._token_norm, eps)], dim=1)).float()
@@ -79,6 +72,5 @@ class MtpHead:
         return ops.rms_norm(residual, self._norm, eps)
 
     def compute_logits(self, states: Tensor) -> Tensor:
-        """Implements `Head.compute_logits`."""
         assert self._target is not None
         return self._target.compute_logits(states)

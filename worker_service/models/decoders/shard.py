@@ -1,15 +1,9 @@
-"""The part of a network that one rank holds with tensor parallelism. (Shoeybi et al., 2019.)
+"""The part of a network that one rank holds with tensor parallelism (Shoeybi et al., 2019).
 
-Each half of a decoder layer has input projections and an output projection. Input projections are split over the ranks
-by their outputs: by attention heads, or by inner units. The output projection is split by its inputs, so each half of a
-layer requires one sum over the ranks. Each expert of a mixture is split like a dense feed-forward network. Every rank
-holds the whole router. The embedding and the output head are split by vocabulary tokens, because they would be the
-largest weights of a rank if they were not split. A split embedding costs one additional sum over the ranks, of one
-vector per token.
-
-An adapter's matrices are split like the weight of their projection. If the projection is split by outputs, the
-adapter's matrix B is split. If the projection is split by inputs, matrix A is split, and each rank adds its adapter's
-product before the sum over the ranks.
+Input projections are split by outputs (heads or inner units) and output projections by inputs, so each half of a layer
+needs one sum over the ranks; experts likewise. Routers are whole. Embedding and head are split by tokens, being a
+rank's largest weights otherwise, at the cost of one more sum of a vector per token. An adapter is split like its
+projection: B by outputs, or A by inputs, with its product added before the sum.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,43 +17,38 @@ from worker_service.parallel.cut import UNCUT, Cut
 from worker_service.parallel.ranks import Ranks
 
 _ALIGNMENT = 16
-"""The number of a rank's inner units is a multiple of this number if possible, because products of odd sizes are
-slow."""
+"""Divisor of a rank's inner units if possible, because products of odd sizes are slow."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The attention heads, inner units and vocabulary tokens of a network that one rank holds, each as a range."""
+    """A rank's heads, inner units and vocabulary tokens, as ranges."""
 
     heads: range
     kv_heads: range
     inner: range
-    """The inner units of dense feed-forward networks that the rank holds."""
+    """Inner units of dense feed-forward networks."""
     expert_inner: range
-    """The inner units of each expert that the rank holds; empty if the network has no experts."""
+    """Inner units of each expert; empty without experts."""
     vocabulary: range
 
     @classmethod
     def of(cls, config: DecoderConfig, rank: int, size: int) -> "Shard":
-        """Compute the shard of rank number `rank` of `size` ranks. Raises StartError if the network cannot be split
-        into `size` parts.
-
-        A rank holds a key-value head together with the query heads that use it. If there are more ranks than key-value
-        heads, several ranks hold the same key-value head, each with some of the head's query heads.
-        """
+        """The shard of one rank. Raises StartError if the network cannot be split. Key-value heads stay with their
+        query heads. If ranks outnumber key-value heads, ranks share them and split the query heads."""
         num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
         group, copies = num_heads // num_kv_heads, max(1, size // num_kv_heads)
         if size > num_kv_heads and (size % num_kv_heads or copies > group):
             raise StartError(
                 f"--tensor-parallel-size is {size}, and {num_heads} heads that share {num_kv_heads} key-value heads "
-                f"cannot be dealt out so: it may be up to {num_kv_heads}, or a multiple of {num_kv_heads} "
+                f"cannot be split so: it may be up to {num_kv_heads}, or a multiple of {num_kv_heads} "
                 f"up to {num_heads}"
             )
         inner_sizes = [config.intermediate_size]
         if (mixture := config.mixture) is not None:
             inner_sizes.append(mixture.intermediate_size)
         if size > min(inner_sizes):
-            raise StartError(f"--tensor-parallel-size is {size}; the intermediate size is {min(inner_sizes)}")
+            raise StartError(f"--tensor-parallel-size is {size}, above the intermediate size {min(inner_sizes)}")
         kv_heads = _stretch(num_kv_heads, rank // copies, size // copies)
         of_a_head = _stretch(group, rank % copies, copies) if copies > 1 else range(group * len(kv_heads))
         first = group * kv_heads.start + of_a_head.start
@@ -74,8 +63,7 @@ class Shard:
         )
 
     def cuts(self, config: DecoderConfig) -> Mapping[str, Cut]:
-        """The rank's part of each checkpoint tensor, by the tensor's name. If the result has no entry for a tensor, the
-        rank holds the whole tensor."""
+        """The rank's part of checkpoint tensors by name; tensors without entry are whole."""
         hidden, head_dim = range(config.hidden_size), config.head_dim
         query, key = (_times(heads, head_dim) for heads in (self.heads, self.kv_heads))
         sizes = [count * head_dim for count in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
@@ -113,8 +101,7 @@ class Shard:
 
 
 def part_of(config: ModelConfig, ranks: Ranks) -> tuple[int, Mapping[str, Cut]]:
-    """Returns this rank's number of key-value heads, and this rank's part of each checkpoint tensor. Raises StartError
-    if the model cannot be split over the ranks."""
+    """This rank's key-value heads and cuts. Raises StartError if the model cannot be split."""
     if ranks.size == 1:
         return config.num_kv_heads, UNCUT
     if not isinstance(config, DecoderConfig):
@@ -127,12 +114,11 @@ def part_of(config: ModelConfig, ranks: Ranks) -> tuple[int, Mapping[str, Cut]]:
 
 
 def _stretch(total: int, part: int, parts: int) -> range:
-    """Split range(total) into `parts` ranges of nearly equal length, and return range number `part`."""
+    """Range number `part` of `parts` ranges of range(total), nearly equal in length."""
     return range(total * part // parts, total * (part + 1) // parts)
 
 
 def _inner(units: int, rank: int, size: int) -> range:
-    """The range of inner units of a feed-forward network that a rank holds."""
     together = gcd(_ALIGNMENT, units) if units >= _ALIGNMENT * size else 1
     return _times(_stretch(units // together, rank, size), together)
 
@@ -142,8 +128,7 @@ def _times(stretch: range, factor: int) -> range:
 
 
 def _joined(parts: Sequence[tuple[int, range]]) -> tuple[int, list[range]]:
-    """Convert ranges in several tensors to ranges in their concatenation. parts: for each tensor, its length and a
-    range in it. Returns the length of the concatenation, and the ranges in the concatenation."""
+    """Ranges in several tensors as ranges in their concatenation, with its length. parts: length and range in each."""
     total, stretches = 0, []
     for length, stretch in parts:
         stretches.append(range(total + stretch.start, total + stretch.stop))

@@ -1,9 +1,6 @@
-"""Runs an encoder in transformers' code, with this project's attention. A batch may contain texts of different lengths.
-
-transformers' code receives all tokens of a step as one long sequence, without padding. Only attention combines tokens,
-and texts of equal length are computed together in attention. If weights are packed, the result for a text is
-batch-invariant.
-"""
+"""Runs encoders in transformers' code, with this project's attention, over texts of different lengths. transformers'
+code sees all tokens of a step as one sequence without padding; only attention combines tokens, for texts of equal
+length together. With packed weights, results are batch-invariant."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -26,39 +23,30 @@ from worker_service.models.encoders.encoder_config import EncoderConfig
 from worker_service.models.layers.linear import NONE_QUANTIZED, Quantization, Quantized
 
 NAME = "pagewire-encoder"
-"""Name under which transformers knows this project's attention for encoders. The name is passed as a network's
-`attn_implementation`."""
+"""`attn_implementation` of encoders."""
 
 SHORT = 32
-"""Maximum number of tokens of a text for which attention on a CPU is computed as two matrix products, not by torch's
-attention function.
-
-The times of one layer of MiniLM were measured for both methods, with 2,048 tokens in all, on two cores. For 16 tokens
-per text, torch's function took 5.4 ms, and two products took 1.9 ms. For 32 tokens per text, the times were 6.0 ms and
-3.8 ms; for 64 tokens per text, 7.0 ms and 12.8 ms.
-"""
+"""Tokens of a text up to which a CPU computes attention as two matrix products. One layer of MiniLM, 2,048 tokens, two
+cores, torch's function against two products: 5.4 and 1.9 ms for texts of 16 tokens, 6.0 and 3.8 ms for 32, 7.0 and 12.8
+ms for 64."""
 
 _FAR = 1 << 30
-"""A distance in tokens that is larger than any window."""
+"""A distance in tokens, above any window."""
 
 _lengths: ContextVar[Sequence[int]] = ContextVar("lengths")
 
 
 class Encoder:
-    """An encoder, which computes hidden states from token ids."""
-
     def __init__(self, config: EncoderConfig, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate the encoder's weights without filling them."""
         self.config = config
         self._network = build_network(config, dtype, device, NAME, **config.options)
         self._body = self._network.base_model if config.num_labels else self._network
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Implements `Loadable.checkpoint_tensors`."""
         return {f"{self.config.prefix}{name}": place for name, place in checkpoint_places(self._network).items()}
 
     def pack(self, quantization: Quantization = "none", quantized: Quantized = NONE_QUANTIZED) -> None:
-        """Implements `Loadable.pack`, without quantisation."""
+        """See `Loadable.pack`; without quantisation."""
         assert quantization == "none"
         assert not quantized
         for module in list(self._body.modules()):
@@ -68,17 +56,14 @@ class Encoder:
                     packed.pack()
 
     def allocate_adapters(self, num_slots: int, max_rank: int) -> dict[str, AdapterPlace]:
-        """Implements `Loadable.allocate_adapters`. The result is empty, because encoders cannot have adapters."""
+        """Encoders cannot have adapters."""
         del num_slots, max_rank
         return {}
 
     def forward(self, token_ids: Tensor, positions: Tensor, types: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Run the encoder over a batch of texts. Returns hidden states, [num_tokens, hidden_size].
-
-        token_ids, positions and types are [num_tokens] int64, for the tokens of one text after the other. Texts of
-        equal length must be neighbours. types: 1 for the tokens of the second text of a pair, and 0 for all other
-        tokens. lengths: number of tokens of each text.
-        """
+        """Returns hidden states [num_tokens, hidden_size]. Texts of equal length must be neighbours. token_ids,
+        positions, types: [num_tokens] int64, text after text. types: 1 for the second text of a pair, otherwise 0.
+        lengths: tokens of each text."""
         others = {"token_type_ids": types[None]} if self.config.has_types else {}
         with _within(lengths):
             output = self._body(
@@ -88,8 +73,7 @@ class Encoder:
         return states
 
     def classify(self, states: Tensor) -> Tensor:
-        """Run the network's classifier on one text. states: the text's hidden states, [tokens, hidden_size]. Returns
-        [num_labels] float32."""
+        """states: hidden states of one text, [tokens, hidden_size]. Returns [num_labels] float32."""
         head = copy.copy(self._network)
         body = _GivenStates(states, getattr(self._body, "pooler", None))
         head._modules = {**self._network._modules, self._network.base_model_prefix: body}
@@ -107,8 +91,7 @@ def _within(lengths: Sequence[int]) -> Iterator[None]:
 
 
 class _GivenStates(nn.Module):
-    """Replaces the body of a network. `forward` returns hidden states that were computed earlier, and the pooler's
-    output for these hidden states."""
+    """Replaces a network's body: returns given hidden states, and the pooler's output for them."""
 
     def __init__(self, states: Tensor, pooler: nn.Module | None) -> None:
         super().__init__()
@@ -122,14 +105,13 @@ class _GivenStates(nn.Module):
 
 @dataclass(frozen=True)
 class _Mask:
-    """Describes an attention mask. If `window` is None, a token attends to its whole text. If `window` is a number, a
-    token attends to the tokens of its text that are at most `window` tokens away."""
+    """Attention mask: the whole text, or tokens at most `window` away."""
 
     window: int | None
 
 
 def _describe_mask(*, config: Any, use_vmap: bool, mask_function: Any, **_: Any) -> _Mask:
-    """Replaces transformers' function that creates a mask tensor. Raises ValueError if the mask is not supported."""
+    """Replaces transformers' function for masks. Raises ValueError for an unsupported mask."""
     if use_vmap:
         raise ValueError("its attention has a mask of its own")
     here = torch.tensor(0)
@@ -146,8 +128,7 @@ def _attend(
     scaling: float | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Compute a layer's attention for all texts. query, key and value are [1, num_heads, num_tokens, head_dim]. Returns
-    [1, num_tokens, num_heads, head_dim]."""
+    """query, key, value: [1, num_heads, num_tokens, head_dim]. Returns [1, num_tokens, num_heads, head_dim]."""
     del module
     assert isinstance(attention_mask, _Mask)
     attended = []
@@ -165,8 +146,8 @@ def _attend(
 
 
 def _attend_short(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float | None) -> Tensor:
-    """Compute attention as two matrix products. The arguments are those of torch's `scaled_dot_product_attention`,
-    [texts, heads, tokens, head_dim]. For short texts, `_attend_short` is faster than torch's function."""
+    """torch's `scaled_dot_product_attention` as two matrix products, faster for short texts. Arguments: [texts, heads,
+    tokens, head_dim]."""
     scores = query * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.transpose(2, 3)
     if attn_mask is not None:
         scores.masked_fill_(~attn_mask, float("-inf"))
@@ -174,8 +155,7 @@ def _attend_short(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor |
 
 
 def _band(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """The mask for a sliding window, [length, length] bool. An entry is True if two tokens are at most `window` tokens
-    apart. The result is None if all entries would be True."""
+    """Mask of a window, [length, length] bool: True up to `window` tokens apart. None if all True."""
     if window is None or window >= length - 1:
         return None
     places = torch.arange(length, device=device)

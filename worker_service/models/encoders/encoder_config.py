@@ -1,4 +1,4 @@
-"""Reads the config.json of an encoder. In an encoder, a token attends to earlier and later tokens of its text."""
+"""Reads the config.json of an encoder: tokens attend to earlier and later tokens of their text."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,53 +17,47 @@ from worker_service.wording import named
 
 _FILLS_GAPS = ("ForMaskedLM", "ForPreTraining")
 _HEADS = {"bert": "cls", "roberta": "lm_head", "xlm-roberta": "lm_head", "modernbert": "head|decoder"}
-"""Regular expressions for the first part of the tensor names of a masked-language-model head, by model family."""
+"""Patterns for a masked-language-model head's tensors, by family."""
 _UNUSED = (
     "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head",
     "pooler_type", "sbert_ce_default_activation_function", "sentence_transformers",
 )  # fmt: skip
-"""Keys of config.json that are ignored here: keys about poolers that no supported network has, and keys about
-sentence-transformers' scores, which only the scheduler reads."""
+"""Ignored keys: poolers that no supported network has, and sentence-transformers' scores, which the scheduler reads."""
 MAX_LABELS = 1 << 16
-"""Maximum number of a classifier's labels. The number is limited, because transformers creates a name for each
-label."""
+"""Labels of a classifier; transformers creates a name for each."""
 
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """The configuration of an encoder whose family is in `registry.ENCODERS`. Encoders need no KV cache."""
+    """Families: `registry.ENCODERS`. Encoders need no KV cache."""
 
     network: Any
-    """transformers' configuration object for this network."""
+    """transformers' configuration object."""
     network_class: Any
     prefix: str
-    """Prefix of tensor names in the checkpoint, such as "bert.". Names in a checkpoint without an output head may lack
-    this prefix."""
+    """Prefix of tensor names, such as "bert."; checkpoints without output head may lack it."""
     vocabulary_size: int
     hidden_size: int
     max_model_len: int
     num_labels: int
-    """Number of the classifier's outputs for a text; 0 if the network has no classifier."""
+    """Outputs of the classifier; 0 without a classifier."""
     first_position: int
-    """Position of a text's first token. In RoBERTa, smaller positions are reserved for padding."""
+    """Position of the first token: RoBERTa reserves smaller ones for padding."""
     has_types: bool
-    """Whether the network distinguishes the tokens of the two texts of a pair (token_type_ids)."""
+    """Whether the two texts of a pair are distinguished (token_type_ids)."""
     ignored_tensors: tuple[str, ...]
-    """Regular expressions for the names of checkpoint tensors that this network does not use, such as a pooler and a
-    masked-language-model head."""
+    """Patterns for unused checkpoint tensors, such as a pooler."""
 
     num_layers = num_kv_heads = head_dim = 0
     sliding_window = None
 
     @classmethod
     def from_json(cls, json: Mapping[str, Any]) -> "EncoderConfig":
-        """Read the config.json of an encoder. Raises ValueError if the network is not supported."""
+        """Raises ValueError if the network is not supported."""
         keys = ReadKeys(json)
         keys.integer("num_labels", None, null=None, most=MAX_LABELS)
         names = architectures(json) or [""]
-        # chunk_size_feed_forward and return_dict are overwritten, which does not change the network's results. A
-        # nonzero chunk_size_feed_forward could fail for odd numbers of tokens. If return_dict were false, the network's
-        # outputs would have no names.
+        # Without effect on results: chunks could fail for odd numbers of tokens, and outputs need names.
         network, name = parse({**json, "chunk_size_feed_forward": 0, "return_dict": True}), names[0]
         classifies = name.endswith("ForSequenceClassification")
         mapping = (AutoModelForSequenceClassification if classifies else AutoModel)._model_mapping
@@ -75,8 +69,8 @@ class EncoderConfig:
         body = AutoModel._model_mapping[type(network)]
         if not (classifies or name in ("", body.__name__) or name.endswith(_FILLS_GAPS)):
             raise ValueError(
-                f"architectures names {named(name)}, whose head is not read; encoders are read alone, with a "
-                "classifier of whole texts, or with the head that filled gaps in their first training"
+                f"architectures names {named(name)}, whose head is not supported; supported are no head, a "
+                "classifier of whole texts, and a masked-language-model head"
             )
         keys.without_effect(*_UNUSED)
         check_known(keys.unread(), network, network_class)
@@ -103,24 +97,23 @@ class EncoderConfig:
     own_tensors: ClassVar[frozenset[str]] = frozenset()
 
     def untied(self, own: frozenset[str]) -> "EncoderConfig":
-        """Implements `ModelConfig.untied`. The configuration is unchanged, because an encoder has no tied tensors."""
+        """Encoders have no tied tensors."""
         del own
         return self
 
     @property
     def options(self) -> dict[str, Any]:
-        """Additional arguments of the network's constructor. A network without a classifier is built without a
-        pooler."""
+        """Arguments of the network's constructor. Only classifiers have a pooler."""
         has_pooler = not self.num_labels and "add_pooling_layer" in signature(self.network_class.__init__).parameters
         return {"add_pooling_layer": False} if has_pooler else {}
 
 
 def _first_position(network: Any) -> int:
-    """The position of a text's first token in RoBERTa, which is the padding token's id plus 1."""
+    """RoBERTa: the padding token's id plus 1."""
     token, longest = network.pad_token_id, network.max_position_embeddings
     if token is None or not 0 <= token < longest - 1:
         raise ValueError(
-            f"pad_token_id is {token}, and max_position_embeddings {longest}: positions begin behind the first and end "
+            f"pad_token_id is {token}, and max_position_embeddings {longest}: positions begin after the first and end "
             "before the second"
         )
     return int(token) + 1

@@ -1,13 +1,9 @@
-"""Runs an encoder-decoder in transformers' code, with this project's attention in the encoder and in the decoder.
+"""Runs encoder-decoders in transformers' code, with this project's attention.
 
-`encode` runs the encoder over one input, a text or a sound, and is called once for each input. The encoder's result is
-batch-invariant, because the encoder never computes several inputs together. From the encoder's hidden states, each
-decoder layer computes keys and values for cross-attention, and stores them in blocks of the cache. transformers' code
-receives all decoder tokens of a step as one long sequence. Each decoder layer attends to the blocks of two block
-tables: one table for the decoder's tokens, and one for the encoder's tokens.
-
-T5 adds to each attention score a bias that depends on the distance of the two tokens (Raffel et al., 2020). BART (Lewis
-et al., 2020) and Whisper (Radford et al., 2023) add an embedding of the position to each token's embedding.
+`encode` runs the encoder once for each input (text or sound), never for several together, and so is batch-invariant. It
+stores each decoder layer's keys and values for cross-attention in cache blocks. A sequence has two block tables: for
+the decoder's and for the encoder's tokens. T5 adds a bias by distance to attention scores (Raffel et al., 2020); BART
+(Lewis et al., 2020) and Whisper (Radford et al., 2023) have position embeddings.
 """
 
 from collections.abc import Iterator
@@ -30,20 +26,16 @@ from worker_service.models.encoders.encoder_decoder_config import EncoderDecoder
 from worker_service.models.layers.linear import NONE_QUANTIZED, Linear, Quantization, Quantized
 
 NAME = "pagewire-encoder-decoder"
-"""Name under which transformers knows this project's attention for encoder-decoders. The name is passed as a network's
-`attn_implementation`."""
+"""`attn_implementation` of encoder-decoders."""
 
 _CROSS = ("EncDecAttention", "encoder_attn")
-"""Names that the cross-attention module of a decoder layer has in transformers' code."""
+"""Names of cross-attention modules in transformers' code."""
 _SELF = ("SelfAttention", "self_attn")
 
 
 class EncoderDecoder:
-    """An encoder-decoder: a network that computes logits from the encoder's input and the decoder's token ids."""
-
     def __init__(self, config: EncoderDecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate the weights without filling them. Tensors whose values follow from the configuration, such as
-        sinusoids, are filled."""
+        """Allocate weights unfilled; tensors that follow from the configuration, such as sinusoids, are filled."""
         self.config = config
         network = self._network = build_network(config, dtype, device, NAME)
         self._dtype, self._device = dtype, device
@@ -52,19 +44,18 @@ class EncoderDecoder:
         self._layers = {id(m): layer for names in (_SELF, _CROSS) for layer, m in enumerate(self._named(names))}
         self._cross = self._named(_CROSS)
         self._bias: Tensor | None = None
-        self._adapters: dict[int, Linear] = {}  # by id() of the layer with the adapters
+        self._adapters: dict[int, Linear] = {}  # by id() of the adapted layer
         self._head = Head(network, self._decoder)
 
     def _named(self, names: tuple[str, ...]) -> list[Any]:
-        """The decoder's modules that have one of these names, in the order of the layers."""
+        """The decoder's modules with these names, in the order of the layers."""
         return [module for name, module in self._decoder.named_modules() if name.rpartition(".")[2] in names]
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Implements `CausalModel.checkpoint_tensors`."""
         return checkpoint_places(self._network)
 
     def pack(self, quantization: Quantization = "none", quantized: Quantized = NONE_QUANTIZED) -> None:
-        """Implements `CausalModel.pack`, without quantisation."""
+        """See `CausalModel.pack`; without quantisation."""
         assert quantization == "none"
         assert not quantized
         self._head.pack()
@@ -79,12 +70,8 @@ class EncoderDecoder:
                         setattr(module, name, _AdaptedLinear(child, self._adapters.get(id(child))))
 
     def _bias_by_distance(self) -> Tensor:
-        """Compute the table of T5's biases by distance, [num_heads, distances] float32. The last entry of the table
-        applies to all larger distances.
-
-        The table replaces transformers' computation of the bias, which is slower. In transformers, the decoder's first
-        layer computes the bias of each pair of tokens in each step, for all layers.
-        """
+        """T5's biases by distance, [num_heads, distances] float32; the last entry is for all larger distances. Replaces
+        transformers' slower code: its first decoder layer computes the bias of all pairs in each step."""
         attention = self._named(_SELF)[0]
         farthest = self.config.network.relative_attention_max_distance
         bias = attention.compute_bias(1, farthest + 1, past_seen_tokens=farthest)  # [1, heads, 1, farthest + 1]
@@ -96,8 +83,7 @@ class EncoderDecoder:
         return table
 
     def allocate_adapters(self, num_slots: int, max_rank: int) -> dict[str, AdapterPlace]:
-        """Implements `CausalModel.allocate_adapters`. All linear layers of the encoder and of the decoder can have
-        adapters."""
+        """See `CausalModel.allocate_adapters`. All linear layers can have adapters."""
         places = {}
         parts = {id(module) for part in (self._encoder, self._decoder) for module in part.modules()}
         for name, module in self._network.named_modules():
@@ -107,12 +93,9 @@ class EncoderDecoder:
         return places
 
     def encode(self, given: Tensor, slots: Tensor, cache: Tensor, adapter_slots: Tensor | None = None) -> None:
-        """Run the encoder over one input, and store the cross-attention keys and values of each decoder layer in the
-        cache.
-
-        given: the input, which is a text, [num_tokens] int64, or a sound, [num_mel_bins, num_frames] float32. slots is
-        [num_tokens] int64, the slots of the encoder's tokens. cache, adapter_slots: see `CausalModel.forward`.
-        """
+        """Run the encoder over one input, and store all layers' cross-attention keys and values. given: text
+        [num_tokens] int64, or sound [num_mel_bins, num_frames] float32. slots: [num_tokens] int64, of the encoder's
+        tokens. cache, adapter_slots: see `CausalModel.forward`."""
         with _within(_Whole(), adapter_slots):
             if self.config.num_mel_bins:
                 output = self._encoder(given[None].to(self._dtype))
@@ -136,20 +119,15 @@ class EncoderDecoder:
         adapter_slots: Tensor | None = None,
         queries: dict[int, Tensor] | None = None,
     ) -> Tensor:
-        """Implements `CausalModel.forward` for the decoder. cross: metadata of the same sequences for cross-attention,
-        in which a sequence's context consists of the encoder's tokens.
-
-        queries: if given, the scaled cross-attention queries of each layer, [num_tokens, num_heads, head_dim], are
-        stored in this dictionary.
-        """
+        """See `CausalModel.forward`. cross: metadata of the same sequences over the encoder's tokens. queries: takes
+        each layer's scaled cross-attention queries, [num_tokens, num_heads, head_dim]."""
         nothing = torch.zeros((1, 1, self.config.hidden_size), dtype=self._dtype, device=self._device)
         paged = _Paged(self._layers, positions, slots, attention, cross, cache, self._bias, queries)
         with _within(paged, adapter_slots):
             output = self._decoder(
                 input_ids=token_ids[None],
                 attention_mask=token_ids.new_ones((1, len(token_ids))),
-                # A placeholder for the encoder's hidden states is passed, because without them the network skips
-                # cross-attention. `_Paged` ignores the placeholder's values.
+                # A placeholder, ignored by `_Paged`: without it, the network skips cross-attention.
                 encoder_hidden_states=nothing,
                 use_cache=False,
             )
@@ -157,25 +135,21 @@ class EncoderDecoder:
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Implements `CausalModel.compute_logits`."""
-        states = (hidden[None],)  # a placeholder for the encoder's hidden states, which the head ignores
+        states = (hidden[None],)  # a placeholder that the head ignores
         return self._head(encoder_outputs=states, decoder_inputs_embeds=hidden[None])
 
 
 class _Attention(Protocol):
-    """Computes the attention of all layers in one forward pass. query, key and value are [1, num_heads, num_tokens,
-    head_dim]."""
+    """The attention of one forward pass. query, key, value: [1, num_heads, num_tokens, head_dim]."""
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None
     ) -> Tensor:
-        """Compute the attention of `module`, which is an attention module of a layer. Returns [1, num_tokens,
-        num_heads, head_dim]."""
+        """module: an attention module of a layer. Returns [1, num_tokens, num_heads, head_dim]."""
 
 
 class _Whole:
-    """Implements `_Attention` for the encoder, in which all tokens attend to each other. bias is [1, num_heads,
-    num_tokens, num_tokens]."""
+    """Encoder: all tokens attend to each other. bias: [1, num_heads, num_tokens, num_tokens]."""
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None
@@ -187,7 +161,7 @@ class _Whole:
 
 @dataclass(frozen=True)
 class _Paged:
-    """Implements `_Attention` for the decoder, over the paged KV cache."""
+    """Decoder: attention over the paged KV cache."""
 
     layers: dict[int, int]
     positions: Tensor
@@ -201,7 +175,7 @@ class _Paged:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None
     ) -> Tensor:
-        del bias  # transformers' bias assumes a single sequence; `self.bias` replaces it
+        del bias  # for a single sequence; `self.bias` replaces it
         ops = ops_for(self.cache.device)
         layer = self.layers[id(module)]
         layer_cache = self.cache[:, layer]
@@ -230,8 +204,7 @@ def _within(attention: _Attention, adapter_slots: Tensor | None) -> Iterator[Non
 
 
 class _AdaptedLinear(PackedLinear):
-    """Replaces a linear layer of a network in transformers' code, and adds the outputs of adapters to the layer's
-    output."""
+    """Replaces a linear layer, and adds adapters' outputs."""
 
     def __init__(self, linear: nn.Linear, adapter: Linear | None) -> None:
         super().__init__(linear)
@@ -241,16 +214,14 @@ class _AdaptedLinear(PackedLinear):
     def forward(self, x: Tensor) -> Tensor:
         product = super().forward(x)
         slots = _adapter_slots.get()
-        # In a forward pass of the decoder, the cross-attention projections for keys and values multiply a placeholder
-        # of one row. No adapter is applied to this row.
+        # In the decoder, cross-attention's keys and values multiply a placeholder row, without adapters.
         if self._adapter is not None and slots is not None and slots.numel() == product[..., 0].numel():
             self._adapter.add_lora(product.flatten(0, -2), x.flatten(0, -2), slots)
         return product
 
 
 class _Positions(nn.Module):
-    """Replaces the position embedding of a decoder, because transformers' module counts positions from the first token
-    of the forward pass."""
+    """Replaces a decoder's position embedding, which would count from the first token of the forward pass."""
 
     def __init__(self, embedding: nn.Module) -> None:
         super().__init__()
@@ -264,8 +235,7 @@ class _Positions(nn.Module):
 
 
 def _describe_mask(**_: Any) -> str:
-    """Replaces transformers' function that creates a mask tensor. No mask is needed, because `_Whole` and `_Paged`
-    determine to which tokens a token attends."""
+    """Replaces transformers' function for masks: `_Whole` and `_Paged` need none."""
     return NAME
 
 

@@ -1,5 +1,4 @@
-"""Reads the config.json of an encoder-decoder. The encoder's input is a whole text or sound, and the decoder generates
-text."""
+"""Reads the config.json of an encoder-decoder: a whole text or sound in, generated text out."""
 
 import copy
 from collections.abc import Callable, Collection, Mapping
@@ -22,25 +21,22 @@ _NEUTRAL: Mapping[str, object] = {
     "add_bias_logits": False, "add_final_layer_norm": False, "extra_pos_embeddings": 2, "normalize_before": False,
     "normalize_embedding": True, "static_position_embeddings": False,
 }  # fmt: skip
-"""Keys in older config.json files of BART, each with the only value that transformers' current code implements."""
+"""Keys of older BART files, with the only value that transformers implements."""
 _LARGEST = 1 << 20
-"""Maximum of each size in config.json. The sizes of all existing networks are smaller."""
+"""Maximum of each size; existing networks are smaller."""
 _FARTHEST = 1 << 16
 _SOUND_TOKENS = 1500
 _FRAMES_PER_TOKEN = 2
-"""Number of audio frames that Whisper's second convolution combines into one encoder token."""
+"""Audio frames that Whisper's second convolution combines into a token."""
 
 
 @dataclass(frozen=True)
 class EncoderDecoderConfig:
-    """The configuration of an encoder-decoder whose family is in `registry.ENCODER_DECODERS`.
-
-    The fields for layers, heads and lengths describe the decoder, except the fields with `encoder` in their name.
-    Cross-attention has the same number and size of heads as self-attention.
-    """
+    """Families: `registry.ENCODER_DECODERS`. Fields without `encoder` in their name describe the decoder.
+    Cross-attention has the heads of self-attention."""
 
     network: Any
-    """transformers' configuration object for this network."""
+    """transformers' configuration object."""
     network_class: Any
     vocabulary_size: int
     hidden_size: int
@@ -49,31 +45,28 @@ class EncoderDecoderConfig:
     head_dim: int
     max_model_len: int
     max_encoder_len: int
-    """Number of tokens that the encoder computes for an input. For texts the number is a maximum. Every
-    audio input has exactly this number."""
+    """Encoder tokens of an input: the maximum for texts, the exact number for sounds."""
     num_mel_bins: int = 0
-    """Number of mel bins in an audio frame; 0 for a network whose inputs are texts."""
+    """Mel bins of a frame; 0 for texts."""
     median_filter_width: int = 1
-    """Width of Whisper's median filter, in encoder tokens. The filter smooths the cross-attention weights from which
-    the times of words are computed."""
+    """Encoder tokens. The filter smooths the cross-attention weights for times of words."""
     own_tensors: frozenset[str] = frozenset()
-    """Names of the tied tensors for which the checkpoint has separate values.
-
-    T5's output head is always tied to the embedding, unless it is listed here. In T5, the key tie_word_embeddings
-    decides only whether hidden states are scaled before the output head.
-    """
+    """Tied tensors with separate values in the checkpoint. T5's head is always tied unless listed; its
+    tie_word_embeddings decides only whether hidden states are scaled."""
 
     sliding_window = None
 
     @classmethod
     def from_json(cls, json: Mapping[str, Any]) -> "EncoderDecoderConfig":
-        """Read the config.json of an encoder-decoder. Raises ValueError if the network is not supported."""
+        """Raises ValueError if the network is not supported."""
         keys = ReadKeys(json)
         keys.neutral(**_NEUTRAL)
-        keys.without_effect("n_positions")  # `_t5` reads this key, which only T5 has
+        keys.without_effect("n_positions")  # `_t5` reads T5's
         network = parse(json)
         if not network.is_encoder_decoder:
-            raise ValueError(f"is_encoder_decoder is false; a model {network.model_type} is supported with both parts")
+            raise ValueError(
+                f"is_encoder_decoder is false; a model {network.model_type} is supported as an encoder-decoder only"
+            )
         sizes = _SIZES[network.model_type](network)
         check_padding(network)
         mapping = AutoModelForSpeechSeq2Seq if "num_mel_bins" in sizes else AutoModelForSeq2SeqLM
@@ -98,27 +91,24 @@ class EncoderDecoderConfig:
 
     @property
     def tied(self) -> Mapping[str, str]:
-        """Implements `ModelConfig.tied`."""
         every = tied_tensors(self._blueprint)
         return {name: other for name, (_, other) in every.items() if name not in self.own_tensors}
 
     def untied(self, own: frozenset[str]) -> "EncoderDecoderConfig":
-        """Implements `ModelConfig.untied`."""
         return replace(self, own_tensors=own)
 
     @property
     def ignored_tensors(self) -> Collection[str]:
-        """Implements `ModelConfig.ignored_tensors`."""
         return tuple(self._blueprint._keys_to_ignore_on_load_unexpected or ())
 
     @property
     def num_frames(self) -> int:
-        """Number of audio frames of a sound."""
+        """Audio frames of a sound."""
         return self.max_encoder_len * _FRAMES_PER_TOKEN
 
     @property
     def feature_bytes(self) -> int:
-        """Number of bytes of a sound's mel features; 0 for a network whose inputs are texts."""
+        """Bytes of a sound's mel features; 0 for texts."""
         return self.num_mel_bins * self.num_frames * 4
 
 
@@ -136,7 +126,7 @@ def _t5(network: Any) -> dict[str, Any]:
             f"relative_attention_num_buckets is {shown(buckets)} and relative_attention_max_distance {shown(farthest)}"
             f"; the first must be a whole number from 4 on, and the second one from there to {_FARTHEST}"
         )
-    # T5 has no maximum sequence length, so the sequence length in training is used as the limit.
+    # T5 has no maximum, so its length in training is the limit.
     longest = _size(network, "n_positions", 512)
     return {
         "num_layers": _size(network, "num_decoder_layers"),
@@ -155,7 +145,7 @@ def _bart(network: Any) -> dict[str, Any]:
 def _whisper(network: Any) -> dict[str, Any]:
     if network.max_source_positions != _SOUND_TOKENS:
         raise ValueError(
-            f"max_source_positions is {shown(network.max_source_positions)}; sounds are heard 30 s at a time, which is "
+            f"max_source_positions is {shown(network.max_source_positions)}; it must be the tokens of 30 s of sound, "
             f"{_SOUND_TOKENS}"
         )
     if (width := _size(network, "median_filter_width")) % 2 == 0:
@@ -170,7 +160,7 @@ def _whisper(network: Any) -> dict[str, Any]:
 
 
 def _decoder(network: Any) -> dict[str, Any]:
-    """Read the sizes of the decoder from the configuration of BART or Whisper."""
+    """Sizes of the decoder of BART or Whisper."""
     width = _size(network, "d_model")
     for name in ("encoder_attention_heads", "decoder_attention_heads"):
         if width % _size(network, name):

@@ -1,5 +1,4 @@
-"""A linear layer for all experts of a mixture. Each expert has its own weight matrix, and multiplies the rows that are
-assigned to it."""
+"""A linear layer for all experts of a mixture, each with its own weight and rows."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -14,13 +13,9 @@ from worker_service.models.layers.linear import Linear, Quantization, joined
 
 
 class ExpertLinear:
-    """Computes `x[row] @ weights[expert].T` for each row, with the row's expert. The result is batch-invariant.
-
-    If the kernels multiply all experts in one call, the weights of all experts are stored in one tensor, the stack, in
-    floating point or fp8. If the kernels multiply each expert separately, each expert's weight is packed separately.
-    With separate weights, a step reads only the weights of experts that have rows. During loading, at most one expert's
-    weight is in memory twice at any time.
-    """
+    """`x[row] @ weights[expert].T` for each row with its expert, batch-invariant. If the kernels multiply all experts
+    in one call, weights are one tensor (the stack). Otherwise each is packed by itself, and a step reads only experts
+    with rows. Loading has at most one expert's weight in memory twice."""
 
     def __init__(
         self,
@@ -34,7 +29,7 @@ class ExpertLinear:
         deferred: bool = False,
         ops: Ops | None = None,
     ) -> None:
-        """Allocate the weights without filling them. wide, ops: see `Linear`; deferred: see `Linear.allocate`."""
+        """Allocate weights unfilled. wide, ops: see `Linear`; deferred: see `Linear.allocate`."""
         self._ops: Ops = ops or ops_for(device)
         self._wide = wide
         self._stack: _Stack | None = None
@@ -50,11 +45,7 @@ class ExpertLinear:
             ]
 
     def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Multiply each row by the weight of the row's expert. x is [rows, inputs], with at least one row, sorted by
-        expert. ends: see `ExpertRows` in `kernels.linear.experts`.
-
-        Returns [rows, outputs].
-        """
+        """x: [rows, inputs], at least one row, sorted by expert. ends: see `ExpertRows`. Returns [rows, outputs]."""
         if self._stack is not None and self._stack.narrow is not None:
             return self._ops.grouped_float8(x, self._stack.narrow, ends, self._wide)
         if self._stack is not None:
@@ -64,34 +55,31 @@ class ExpertLinear:
 
 
 class _Stack:
-    """The weights of all experts in one tensor. The tensor is allocated when the first expert's weight is stored."""
+    """All experts' weights in one tensor, allocated with the first weight that is stored."""
 
     def __init__(self, num_experts: int, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> None:
         self._shape, self._dtype, self.device = (num_experts, outputs, inputs), dtype, device
         self._wide: Tensor | None = None
         self.narrow: Float8Weight | None = None
-        """The weights of all experts if they are in fp8: numbers [num_experts, outputs, inputs] and scales
-        [num_experts, outputs, groups]."""
+        """fp8: numbers [num_experts, outputs, inputs], scales [num_experts, outputs, groups]."""
         self._has_wide = False
 
     def wide(self) -> Tensor:
-        """The weights of all experts in floating point, [num_experts, outputs, inputs]."""
+        """[num_experts, outputs, inputs] in floating point."""
         if self._wide is None:
             self._wide = torch.empty(self._shape, dtype=self._dtype, device=self.device)
         return self._wide
 
     def keep_wide(self) -> None:
-        """Record that the weight of an expert stays in floating point. Raises ValueError if the weight of another
-        expert is in fp8."""
+        """Record that an expert's weight stays in floating point. Raises ValueError if another is in fp8."""
         self._has_wide = True
         self._check()
 
     def put(self, number: int, weight: Float8Weight) -> None:
-        """Store the fp8 weight of an expert. Raises ValueError if the weight of another expert has a different number
-        of scales, or is not in fp8."""
+        """Store an expert in fp8. Raises ValueError if another has other scales, or is not in fp8."""
         groups = weight.scales.shape[1]
         if self.narrow is None:
-            self._wide = None  # experts keep views of this tensor until `pack`
+            self._wide = None  # experts keep views until `pack`
             numbers = torch.empty(self._shape, dtype=weight.numbers.dtype, device=self.device)
             scales = torch.empty((*self._shape[:2], groups), dtype=torch.float32, device=self.device)
             self.narrow = Float8Weight(numbers, scales)
@@ -102,39 +90,38 @@ class _Stack:
     def _check(self, groups: int | None = None) -> None:
         known = None if self.narrow is None else self.narrow.scales.shape[2]
         if (self._has_wide and known is not None) or (groups is not None and groups != known):
-            raise ValueError("the experts of a layer are quantised in several ways, and these kernels multiply one")
+            raise ValueError(
+                "the experts of a layer are quantised in different ways, which these kernels do not support"
+            )
 
 
 class _Stacked(Linear):
-    """The linear layer of one expert. `pack` stores the expert's weight at the expert's place in the stack."""
+    """One expert's layer. `pack` stores its weight in the stack."""
 
     def __init__(self, weight: Tensor, stack: _Stack, number: int, ops: Ops) -> None:
         super().__init__(weight, device=stack.device, ops=ops)
         self._stack, self._number = stack, number
 
     def materialise(self, quantization: Quantization = "none") -> bool:
-        """Implements `Linear.materialise`. If the weight will stay in floating point, it is allocated as a part of the
-        stack."""
+        """See `Linear.materialise`. Weights that stay in floating point are parts of the stack."""
         if quantization == "fp8" or not self.weight.is_meta:
             return super().materialise(quantization)
         self.weight = self._stack.wide()[self._number]
         return True
 
     def pack(self, quantization: Quantization = "none") -> None:
-        """Implements `Linear.pack`."""
         if quantization in ("none", "gguf"):
             self._stack.keep_wide()
         elif quantization == "fp8":
             self._put(quantize_float8(self.weight))
         else:
-            raise ValueError(f"these kernels multiply no stack of experts in {quantization}")
+            raise ValueError(f"these kernels do not support a stack of experts in {quantization}")
 
     def pack_parts(self, parts: Sequence[QuantizedWeight | None], sizes: Sequence[int]) -> None:
-        """Implements `Linear.pack_parts`."""
         self.check_parts(parts, sizes)
         weight = joined(parts)
         if not isinstance(weight, Float8Weight) or weight.input_scale is not None:
-            raise ValueError("these kernels multiply no stack of such experts")
+            raise ValueError("these kernels do not support a stack of such experts")
         self._put(weight)
 
     def _put(self, weight: Float8Weight) -> None:

@@ -1,5 +1,4 @@
-"""A linear layer of a network. The layer's weight is packed once, and every forward pass multiplies by the packed
-weight."""
+"""A linear layer, whose weight is packed once for all forward passes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,16 +16,15 @@ from kernels.ops import GroupedWeight, LoraWeights, Ops, Product, QuantizedWeigh
 from kernels.reference import wide_linear
 
 Quantization = Literal["none", "fp8", "int8", "w8a8", "int4", "gguf"]
-"""A quantisation scheme for linear layers. In the scheme w8a8, weights and inputs are rounded to 8 bits. In the scheme
-gguf, weights stay quantised as they are in the GGUF file."""
+"""w8a8: weights and inputs in 8 bits. gguf: as quantised in the GGUF file."""
 Quantized = Mapping[str, QuantizedWeight]
-"""Weights that are quantised in a checkpoint, by the weights' names."""
+"""Weights that are quantised in a checkpoint, by name."""
 NONE_QUANTIZED: Quantized = MappingProxyType({})
 
 
 def packing(ops: Ops, quantization: Quantization) -> Callable[[Tensor, bool], Product | None]:
-    """The kernels' function that packs a weight under a quantisation scheme. Under the scheme `gguf`, weights that are
-    not quantised in the GGUF file stay in floating point."""
+    """The kernels' function that packs a weight. With `gguf`, weights that the file does not quantise stay as they
+    are."""
     if quantization == "fp8":
         return lambda weight, wide: ops.pack_float8(quantize_float8(weight), wide)
     return {
@@ -35,19 +33,15 @@ def packing(ops: Ops, quantization: Quantization) -> Callable[[Tensor, bool], Pr
 
 
 def can_pack(device: torch.device, dtype: torch.dtype, quantization: Quantization) -> bool:
-    """Whether the kernels support this quantisation scheme for weights of this type on this device."""
+    """Whether the kernels support the scheme for this dtype and device."""
     some = torch.ones(2, 2, dtype=dtype, device=device)
     scheme: Quantization = "int4" if quantization == "gguf" else quantization  # gguf uses int4's kernels
     return packing(ops_for(device), scheme)(some, False) is not None
 
 
 def head_quantization(device: torch.device, dtype: torch.dtype, quantization: Quantization) -> Quantization:
-    """The quantisation scheme of the output head, if `quantization` is the scheme of the other weights.
-
-    The output head is not quantised to 4 bits, because that would increase perplexity by 5%. Quantising all other
-    weights to 4 bits increases perplexity by 0.2%. With fp8, the output head is not quantised, as in published fp8
-    checkpoints.
-    """
+    """The output head's scheme beside `quantization` for other weights. Not 4 bits: perplexity would rise by 5 %,
+    against 0.2 % for all other weights. Not fp8, as in published checkpoints."""
     if quantization == "fp8":
         return "none"
     if quantization not in ("int4", "gguf"):
@@ -56,16 +50,16 @@ def head_quantization(device: torch.device, dtype: torch.dtype, quantization: Qu
 
 
 class Linear:
-    """A linear layer, which computes `x @ weight.T + bias`. weight is [outputs, inputs]; bias is [outputs] or None.
+    """`x @ weight.T + bias`. weight: [outputs, inputs]; bias: [outputs] or None.
 
-        `wide` whether results are in float32, and not rounded to the dtype of x.
-        `adds_bias`    whether this rank adds the bias. If the results of ranks are summed, only one rank adds the bias.
-        `batch_invariant`  whether products by the packed weight are batch-invariant even if `ops` is not.
-        `quantisable`  whether `pack` may quantise the weight.
-        `device`       the device to which a weight on the meta device will be allocated.
-        `ops`          the kernels. The default is the fastest kernels of the device.
+        `wide`             whether results are in float32, and not rounded to the dtype of x.
+        `adds_bias`        whether this rank adds the bias: only one of several ranks whose results are summed.
+        `batch_invariant`  whether packed products are batch-invariant even if `ops` is not.
+        `quantisable`      whether `pack` may quantise the weight.
+        `device`           where a weight on the meta device will be allocated.
+        `ops`              the kernels; default: the device's fastest.
 
-    Before `pack` or `pack_parts` is called, the layer multiplies by the unpacked weight.
+    Before `pack` or `pack_parts`, the unpacked weight is multiplied.
     """
 
     def __init__(
@@ -106,27 +100,22 @@ class Linear:
         deferred: bool = False,
         ops: Ops | None = None,
     ) -> "Linear":
-        """Build a linear layer whose weight and bias are allocated but not filled. If `deferred` is true, the weight is
-        on the meta device until `materialise` allocates it."""
+        """Allocate weight and bias unfilled. deferred: the weight stays on the meta device until `materialise`."""
         bias = torch.empty(outputs, dtype=dtype, device=device) if biased else None
         weight = torch.empty(outputs, inputs, dtype=dtype, device="meta" if deferred else device)
         return cls(weight, bias, wide=wide, adds_bias=adds_bias, device=device, ops=ops)
 
     def materialise(self, quantization: Quantization = "none") -> bool:  # noqa: ARG002 (`_Stacked` uses the argument)
-        """Allocate the weight if it is still on the meta device. Returns whether the weight was on the meta device.
-
-        quantization: the scheme that `pack` will receive.
-        """
+        """Allocate the weight if it is on the meta device; returns whether it was. quantization: the later argument of
+        `pack`."""
         if not self.weight.is_meta:
             return False
         self.weight = torch.empty_like(self.weight, device=self._device)
         return True
 
     def pack(self, quantization: Quantization = "none") -> None:
-        """If products by a packed weight are faster, pack the current weight, and free the unpacked weight.
-
-        Raises ValueError if the weight cannot be quantised under the requested scheme.
-        """
+        """Pack the weight if products get faster, and free the original. Raises ValueError if it cannot be
+        quantised."""
         scheme = quantization if self._quantisable else "none"
         pack = packing(self._ops, scheme)
         if self._batch_invariant and scheme in ("none", "gguf"):  # other schemes are always batch-invariant
@@ -136,13 +125,9 @@ class Linear:
             self.free()
 
     def pack_parts(self, parts: Sequence[QuantizedWeight | None], sizes: Sequence[int]) -> None:
-        """Use weights that are already quantised in the checkpoint. Each weight is for a part of the outputs, and the
-        parts are consecutive.
-
-        parts: the quantised weight of each part, or None for a part of the current weight that stays unquantised.
-        sizes: number of outputs of each part. If no part is None, the current weight may still be on the meta device.
-        Raises ValueError if a part's weight has a wrong shape, or if the kernels do not support it.
-        """
+        """Use weights quantised in the checkpoint, for consecutive parts of the outputs. parts: None for a part that
+        stays unquantised; without None, the weight may be on the meta device. sizes: outputs of each part. Raises
+        ValueError for a wrong shape, or without kernels."""
         ops = self._ops
         self.check_parts(parts, sizes)
         own = torch.split(self.weight, list(sizes))
@@ -161,24 +146,22 @@ class Linear:
         self.free()
 
     def check_parts(self, parts: Sequence[QuantizedWeight | None], sizes: Sequence[int]) -> None:
-        """Raise ValueError if the quantised weight of a part has a wrong shape."""
+        """Raise ValueError for a wrong shape."""
         for size, part in zip(sizes, parts, strict=True):
             needed = [size, self._shape[1]]
             if part is not None and list(part.numbers.shape) != needed:
                 raise ValueError(f"a weight is {list(part.numbers.shape)} where {needed} is needed")
 
     def free(self) -> None:
-        """Free the unpacked weight."""
         self.weight = torch.empty(0, dtype=self.weight.dtype, device=self._device)
 
     @property
     def table(self) -> Table | None:
-        """The packed weight if its layout allows reading of rows; None for other layouts."""
+        """The packed weight if it can be read by rows."""
         return self._product if isinstance(self._product, Table) else None
 
     def allocate_adapters(self, parts: Sequence[int], num_slots: int, max_rank: int) -> LoraWeights:
-        """Allocate memory for `num_slots` adapters of this layer, filled with zeros. parts: number of outputs of each
-        fused projection."""
+        """Allocate zeros for `num_slots` adapters. parts: outputs of each fused projection."""
         _, inputs = self._shape
         zeros = partial(torch.zeros, device=self._device)
         self._adapter = LoraWeights(
@@ -190,12 +173,8 @@ class Linear:
         return self._adapter
 
     def __call__(self, x: Tensor, adapter_slots: Tensor | None = None) -> Tensor:
-        """Multiply x by the weight, and add the bias and the adapters' outputs. x is [rows, inputs]. Returns [rows,
-        outputs].
-
-        adapter_slots is [rows] int32, the slot of each row's adapter, or a negative number for a row without an
-        adapter. adapter_slots is None if no row has an adapter.
-        """
+        """x: [rows, inputs]. Returns [rows, outputs], with bias and adapters added. adapter_slots: [rows] int32,
+        negative without adapter; None if no row has an adapter."""
         if self._product is not None:
             product = self._product(x, self._added)
         else:
@@ -210,8 +189,7 @@ class Linear:
         self._ops.add_lora(product, x, adapter_slots, self._adapter)
 
     def parts(self, names: dict[str, int]) -> dict[str, Tensor]:
-        """Views of the weight and the bias for consecutive parts of the outputs, by tensor name. names: the parts'
-        names, each with the part's number of outputs."""
+        """Views of weight and bias by tensor name. names: consecutive parts, with outputs of each."""
         weights = dict(zip(names, torch.split(self.weight, list(names.values())), strict=True))
         tensors = {f"{name}.weight": weight for name, weight in weights.items()}
         if self.bias is not None:
@@ -225,8 +203,8 @@ def _unpacked(weight: Tensor, wide: bool, x: Tensor, bias: Tensor | None) -> Ten
 
 
 def joined(parts: Sequence[QuantizedWeight | None]) -> QuantizedWeight | None:
-    """Concatenate the quantised weights of fused projections, because one product is faster than several. Returns None
-    if a part is None, or if the weights have different layouts."""
+    """Concatenate fused projections, because one product is faster than several. None if a part is None or layouts
+    differ."""
     in_floats = [part for part in parts if isinstance(part, Float8Weight)]
     if in_floats:
         kinds = {
@@ -261,8 +239,7 @@ def _product(ops: Ops, weight: QuantizedWeight, device: torch.device, wide: bool
 
 
 class _Ordered:
-    """A packed weight whose columns are not in the order of the inputs. order: the number of the input to which each
-    column belongs."""
+    """A packed weight with reordered columns. order: the input of each column."""
 
     def __init__(self, table: Table, order: Tensor) -> None:
         self._table, self._order = table, order
@@ -276,7 +253,7 @@ class _Ordered:
 
 
 def _beside(products: Sequence[Product], sizes: Sequence[int]) -> Product:
-    """Combine several products into one, whose output is the concatenation of their outputs."""
+    """Products whose outputs are concatenated."""
 
     def product(x: Tensor, bias: Tensor | None) -> Tensor:
         biases = [None] * len(products) if bias is None else torch.split(bias, list(sizes))
