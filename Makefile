@@ -6,7 +6,7 @@ PROTOS := $(wildcard protos/pagewire/v1/*.proto)
 PIP := $(BIN)/pip install --disable-pip-version-check --no-compile -c constraints.txt
 COMPOSE := $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: setup serving proto demo demo-embed demo-transcribe test test-kernels fuzz chaos soak test-gpu lint fmt up down bench bench-all bench-gpu
+.PHONY: setup serving proto demo demo-embed demo-transcribe test test-kernels fuzz chaos soak compat test-gpu lint fmt up down bench bench-all bench-gpu
 # Bytecode is compiled on first import, because most modules of transformers are never imported. PYTHONDONTWRITEBYTECODE
 # must be unset, or every process would compile them again.
 export PYTHONDONTWRITEBYTECODE :=
@@ -20,7 +20,7 @@ $(VENV)/serving: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=…")'
 	@echo "Installing what serves into $(VENV)."
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) $$($(BIN)/python deploy/torch_index.py) -e '.[scheduler,worker,client,openai,proto]'
+	$(PIP) $$($(BIN)/python deploy/torch_index.py) -e '.[scheduler,worker,client,proto]'
 	@touch $@
 
 $(VENV)/installed: $(VENV)/serving
@@ -80,6 +80,10 @@ chaos: setup
 soak: setup
 	$(BIN)/python -m pytest tests/services/test_soak.py tests/services/test_lora_soak.py tests/services/test_hostile.py tests/services/test_hostile_http.py tests/services/test_hostile_worker.py tests/services/test_hostile_sounds.py --soak -s -n 0
 
+# Other people's clients and vLLM's own HTTP tests. CLIENT: one of them. They are installed into a temporary folder.
+compat: setup
+	PYTHONPATH="$(CURDIR):$(CURDIR)/protos" $(BIN)/python tests/compat/run.py $(CLIENT:%=--only "%") $(MODEL:%=--model %)
+
 # The tests of Triton's kernels and of the worker's model code, on a machine with a GPU. PYTHON must have torch, triton,
 # transformers, pytest, hypothesis and peft, and this project's own packages. Without a network, PEER brings these: see
 # bench-gpu. pyproject.toml's pytest options are not used, because they need plugins that may be missing.
@@ -120,7 +124,7 @@ bench: setup
 	  $(MODEL:%=--model %) $(if $(FLAGS),--flags="$(FLAGS)") $(ROUNDS:%=--rounds %) $(CHART:%=--chart %)
 
 # Runs every benchmark that needs no files. PEER is optional. `python -m bench` lists all benchmarks.
-BENCHES := serving gateway forms fidelity adapters speculation
+BENCHES := serving http forms fidelity adapters speculation
 bench-all: setup
 	for name in $(BENCHES); do $(BIN)/python -m bench $$name $(PEER:%=--peer %) || exit; done
 	$(BIN)/python -m bench scheduler $(PEER:%=%/venv/bin/python)

@@ -11,9 +11,9 @@ BENCHES = {
         "bench.serving.serving",
         "token rates, latencies and memory under seven loads, compared with vLLM or transformers",
     ),
-    "gateway": (
-        "bench.serving.gateway",
-        "the cost of completions and chats over HTTP, compared with gRPC and with vLLM's server",
+    "http": (
+        "bench.serving.http",
+        "token rates and CPU time of completions and chats over HTTP, compared with gRPC and with vLLM's server",
     ),
     "forms": ("bench.serving.forms", "the cost of sampling by a JSON schema, compared with vLLM"),
     "embeddings": (

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.attention.metadata import PART_KEYS, AttentionMetadata, SharedParts
 from kernels.backends import ops_for
+from kernels.inputs import PART_KEYS, AttentionMetadata, SharedParts
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 DTYPE = torch.bfloat16

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from kernels.attention.metadata import AttentionMetadata
 from kernels.attention.narrow_cache import head_dim_of
 from kernels.float8 import Float8Weight, product_in_16_bits
+from kernels.inputs import AttentionMetadata
 from kernels.ops import Ops, Product
 
 

@@ -9,8 +9,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from kernels.attention.metadata import AttentionMetadata
 from kernels.float8 import Float8Weight
+from kernels.inputs import AttentionMetadata
 
 Product = Callable[[Tensor, Tensor | None], Tensor]
 """`x @ weight.T + bias` for a packed weight. Arguments: x [rows, inputs], and bias [outputs] or None."""

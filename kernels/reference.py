@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import composed
-from kernels.attention.metadata import AttentionMetadata
 from kernels.attention.narrow_cache import is_narrow, narrowed, widened
 from kernels.attention.options import check_attention_options
 from kernels.float8 import FLOAT8
+from kernels.inputs import AttentionMetadata
 from kernels.linear.experts import combine_rows as combine_rows
 from kernels.linear.experts import grouped_float8 as grouped_float8
 from kernels.linear.experts import grouped_linear as grouped_linear
@@ -44,14 +44,6 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset
     bits."""
     residual += x
     return rms_norm(residual, weight, eps, offset)
-
-
-def rotary_tables(positions: Tensor, inverse_frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of `position * inverse_frequency` radians, times `scale`. positions: [num_tokens] integers;
-    inverse_frequencies: [rotary_dim / 2] float32. Returns two [num_tokens, rotary_dim / 2] float32, for all layers with
-    equal rotary embeddings."""
-    angles = positions.float()[:, None] * inverse_frequencies
-    return angles.cos() * scale, angles.sin() * scale
 
 
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> None:

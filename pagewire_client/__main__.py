@@ -14,6 +14,7 @@ from pagewire_client.cli.flag_values import access
 from pagewire_client.cli.generation import chat, generate
 from pagewire_client.cli.operators import adapters, drain, new_key, requests, reset_prefix_cache
 from pagewire_client.cli.parser import parse_arguments
+from pagewire_client.cli.serve import serve
 from pagewire_client.cli.texts import embed, score, transcribe
 from pagewire_client.cli.watch import watch
 from pagewire_client.local import LocalServer, ServerError
@@ -31,11 +32,6 @@ def run(arguments: argparse.Namespace, target: str) -> None:
             asyncio.run(generate(arguments, target))
         case "chat":
             chat(arguments, target)
-        case "serve":
-            # The HTTP libraries are installed only on machines that run the gateway.
-            from pagewire_client.http.serve import serve
-
-            asyncio.run(serve(arguments, target, **access(arguments)))
         case "watch":
             # The view shows lost connections itself.
             logging.getLogger("pagewire_client").setLevel(logging.WARNING)
@@ -63,6 +59,10 @@ def main() -> None:
     try:
         if arguments.command == "new-key":
             new_key(arguments)
+        elif arguments.command == "serve":
+            os.environ.pop("PAGEWIRE_TLS", None)
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the usual end of a server
+            serve(arguments)
         elif arguments.target:
             run(arguments, arguments.target)
         else:

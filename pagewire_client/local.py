@@ -14,9 +14,11 @@ from typing import IO, Self
 
 STOP_SECONDS = 10.0
 ADMIN = ("--admin-listen", "127.0.0.1:0")
+HTTP = ("--http-listen", "127.0.0.1:0")
 SILENT_SECONDS = 2.0
 """Seconds without a log line after which the user is told why the start waits."""
 MAX_EVENTS = 1000
+LOOK_SECONDS = 0.2
 
 
 class ServerError(Exception):
@@ -123,10 +125,12 @@ class LocalServer:
             worker_address = str(worker.wait_for("listening", timeout)["address"])
             scheduler = self._start(
                 "scheduler_service",
-                [*ADMIN, "--workers", worker_address, *scheduler_arguments],
+                [*ADMIN, *HTTP, "--workers", worker_address, *scheduler_arguments],
             )
             self.admin_target = str(scheduler.wait_for("admin listening", timeout)["address"])
-            self.target = str(scheduler.wait_for("listening", timeout)["address"])
+            listening = scheduler.wait_for("listening", timeout)
+            self.target = str(listening["address"])
+            self.http_url = f"http://{listening['http']}"
             worker.wait_for("ready", timeout)
             scheduler.wait_for("ready", timeout)
         except BaseException:
@@ -137,6 +141,13 @@ class LocalServer:
         process = ServiceProcess(module, ["--listen", "127.0.0.1:0", *arguments])
         self.processes.append(process)
         return process
+
+    def wait(self) -> None:
+        """Wait until one of the services ends, and raise ServerError then."""
+        while all(process.process.poll() is None for process in self.processes):
+            time.sleep(LOOK_SECONDS)
+        ended = next(process for process in self.processes if process.process.poll() is not None)
+        raise ServerError(ended.last_words or f"{ended.module} ended with status {ended.process.returncode}")
 
     def stop(self) -> list[int]:
         """Stop the scheduler, then the worker. Returns their exit statuses."""

@@ -3,7 +3,10 @@
 import asyncio
 import contextlib
 import gc
+import json
 from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import grpc
 import structlog
@@ -70,8 +73,20 @@ async def admin_server(admin: AdminServicer, listen: str, security: Security = O
         await server.server.stop(grace=None)
 
 
+def check_response_template(file: Path) -> None:
+    """Raises StartError if the front ends could not read the file."""
+    try:
+        template = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise StartError(f"--response-template: {file} cannot be read: {error}") from None
+    if not isinstance(template, dict) or not isinstance(template.get("fields"), dict):
+        raise StartError(f"--response-template: {file} is no response template: it has no object `fields`")
+
+
 async def serve(settings: SchedulerSettings) -> None:
     """Serve until SIGTERM or SIGINT, then let streams finish during the grace period."""
+    if settings.response_template is not None:
+        check_response_template(settings.response_template)
     stop = stop_event()
     remove_dead_folders()
     keys = KeyFile(settings.api_keys, settings.api_key.get_secret_value() if settings.api_key is not None else None)
@@ -87,13 +102,20 @@ async def serve(settings: SchedulerSettings) -> None:
     def may_read_metrics(authorization: str) -> bool:
         return engine.keyring is None or engine.keyring.opens_metrics(authorization)
 
-    with reserved(settings.listen, PATIENCE_SECONDS) as listen:
+    with (
+        reserved(settings.listen, PATIENCE_SECONDS) as listen,
+        _reserved_http(settings.http_listen) as http_listen,
+    ):
         async with (
             serve_metrics(settings.metrics_listen, metrics.families, security, may_read_metrics),
             admin_server(admin, settings.admin_listen, security),
             engine_server(front_ends) as target,
         ):
             arguments = ["--engine", target, "--listen", listen]
+            if http_listen is not None:
+                arguments += ["--http-listen", http_listen, "--receive-timeout", str(settings.receive_timeout)]
+            if settings.response_template is not None:
+                arguments += ["--response-template", str(settings.response_template)]
             arguments += ["--log-level", settings.log_level, "--log-format", settings.log_format]
             arguments += ["--max-connections", str(settings.max_connections)]
             if settings.otlp_traces_endpoint is not None:
@@ -102,12 +124,16 @@ async def serve(settings: SchedulerSettings) -> None:
                 arguments += ["--tls", str(settings.tls), *(["--mutual-tls"] if settings.mutual_tls else [])]
             watching = asyncio.create_task(keys.watch(front_ends.set_keys))
             keeping = asyncio.create_task(processes.run(arguments, front_ends.listens))
-            await _run(settings, engine, front_ends, admin, stop, keeping)
+            await _run(settings, engine, front_ends, admin, stop, keeping, http_listen)
             watching.cancel()
             await processes.stop(front_ends.say_goodbye())
             if not keeping.cancel():
                 await keeping  # raises the error of a task that has ended
     log.info("stopped")
+
+
+def _reserved_http(listen: str | None) -> AbstractContextManager[str | None]:
+    return nullcontext() if listen is None else reserved(listen, PATIENCE_SECONDS, "--http-listen")
 
 
 async def _run(
@@ -117,9 +143,11 @@ async def _run(
     admin: AdminServicer,
     stop: asyncio.Event,
     keeping: asyncio.Task[None],
+    http_listen: str | None,
 ) -> None:
     async def run_engine() -> None:
-        log.info("listening", address=await front_ends.wait_until_listening())
+        http = {} if http_listen is None else {"http": http_listen}
+        log.info("listening", address=await front_ends.wait_until_listening(), **http)
         await engine.run()
 
     running = asyncio.create_task(run_engine())

@@ -48,6 +48,21 @@ class SchedulerSettings(ServiceSettings):
         description="the model's name for clients and in metrics; by default the workers' name for it",
     )
     listen: Address = Field("127.0.0.1:50051", validate_default=True, description="HOST:PORT to serve clients on")
+    http_listen: Address | None = Field(
+        None, description="HOST:PORT to serve OpenAI's HTTP API on, such as 127.0.0.1:8000; by default gRPC alone"
+    )
+    response_template: Path | None = Field(
+        None,
+        description="JSON file that says how the model writes reasoning and tool calls, in transformers' format of "
+        "response templates; by default the model's own, or the known form that its chat template contains",
+    )
+    receive_timeout: float = Field(
+        60.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds that an HTTP connection may be open, or idle after an answer, until the head of a request "
+        "has arrived, and that the request's body may take",
+    )
     admin_listen: Address = Field(
         "127.0.0.1:50053",
         description="HOST:PORT to serve AdminService on, for operators; by default from this machine alone",

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 from fuzz import parse_arguments as fuzz_arguments
+from http_tables import PAGE, call_of, written
 from persons import persons_in
 
 from bench.__main__ import BENCHES
@@ -18,7 +19,7 @@ from bench.__main__ import main as bench
 from pagewire.v1.inference_service_pb2 import SamplingParams
 from pagewire_client.cli.parser import parse_arguments as client_arguments
 from pagewire_client.cli.request_options import SAMPLING
-from pagewire_common.calls.errors import MAX_FIELDS
+from pagewire_common.calls.request_limits import MAX_FIELDS
 from pagewire_common.sampling import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIASES,
@@ -33,8 +34,16 @@ from pagewire_common.settings import ServiceSettings
 from scheduler_service.engine.calls.admission import MAX_SIDE_CALLS
 from scheduler_service.fit import parse_arguments as fit_arguments
 from scheduler_service.frontend.calls.text_calls import IN_FLIGHT, MAX_TEXTS
-from scheduler_service.frontend.checking.validation import MAX_MESSAGES, MAX_TOKENIZE
-from scheduler_service.frontend.link.admissions import BYTES_PER_TOKEN
+from scheduler_service.frontend.chat.events import CallArguments, CallEnded, CallStarted
+from scheduler_service.frontend.chat.families import _ROWS
+from scheduler_service.frontend.chat.parser import ChatParser
+from scheduler_service.frontend.chat.tools import Tool
+from scheduler_service.frontend.checking.checks import MAX_MESSAGES
+from scheduler_service.frontend.checking.prompt import MAX_TOKENIZE
+from scheduler_service.frontend.http.routes import ROUTES
+from scheduler_service.frontend.link.engine_link import BYTES_PER_TOKEN
+from scheduler_service.frontend.rendering.bounded_json import MAX_DEPTH, MAX_VALUES
+from scheduler_service.frontend.rendering.chat_values import MAX_TOOLS
 from scheduler_service.operations.admin_servicer import MAX_WATCHES
 from scheduler_service.replay import parse_arguments as replay_arguments
 from scheduler_service.settings import SchedulerSettings
@@ -190,8 +199,7 @@ def test_every_variable_that_a_page_names_is_a_setting(page: Path) -> None:
     known = {name.upper() for settings in SERVICES for name in settings.model_fields}
     if page.name == "flags.md":
         known |= {old.upper() for settings in SERVICES for old in settings.old_names}
-    known |= {"TARGET", "ADMIN_TARGET", "HTTP_LISTEN", "HTTP_HOST", "HTTP_PORT", "HTTP_TLS", "HTTP_MUTUAL_TLS"}
-    known |= {"CLIENT_TLS", "CLIENT_API_KEY"}
+    known |= {"TARGET", "ADMIN_TARGET", "HTTP_HOST", "HTTP_PORT", "CLIENT_TLS", "CLIENT_API_KEY"}
     assert set(re.findall(r"\bPAGEWIRE_([A-Z_]+)", page.read_text())) <= known
 
 
@@ -199,7 +207,7 @@ def test_every_variable_that_a_page_names_is_a_setting(page: Path) -> None:
     "number",
     [
         *(MAX_N, MAX_STOP_STRINGS, MAX_STOP_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_MESSAGES, MAX_TOKENIZE),
-        *(MAX_TEXTS, IN_FLIGHT),
+        *(MAX_TEXTS, IN_FLIGHT, MAX_TOOLS, MAX_VALUES, MAX_DEPTH),
         *(MAX_FIELDS, BYTES_PER_TOKEN, MAX_SIDE_CALLS, MAX_WATCHES, dict(OPTIONS)["grpc.max_concurrent_streams"]),
     ],
 )
@@ -219,6 +227,28 @@ def test_the_page_of_sampling_parameters_has_the_rows_of_their_table() -> None:
     for heading, wanted in expected.items():
         section = (ROOT / "docs/sampling.md").read_text().split(f"\n## {heading}\n")[1].split("\n#")[0]
         assert re.findall(r"^\| `.*$", section, re.MULTILINE) == wanted
+
+
+def test_the_page_of_http_has_the_tables_of_the_code() -> None:
+    """`python tests/http_tables.py` writes them."""
+    assert PAGE.read_text() == written(PAGE.read_text())
+
+
+def test_the_page_of_http_has_every_route() -> None:
+    section = PAGE.read_text().split("\n## Routes\n")[1].split("\n#")[0]
+    named = set(re.findall(r"`(/\S+)`", " ".join(re.findall(r"^\| (.*?) \|", section, re.MULTILINE))))
+    others = {"/health", "/liveness", "/ping", "/readiness", "/v1/models", "/v1/models/NAME"}
+    others |= {"/v1/responses/ID", "/v1/responses/ID/input_items"}
+    assert named == {route.partition(" ")[2] for route in ROUTES} | others
+
+
+def test_every_example_of_a_call_is_read_as_a_call() -> None:
+    tool = Tool("f", {"type": "object", "properties": {"a": {"type": "string"}}})
+    for _, syntax in _ROWS:
+        parser = ChatParser(syntax, "", [tool])
+        started, *others = [*parser.feed(call_of(syntax)), *parser.finish()]
+        assert isinstance(started, CallStarted), syntax.family
+        assert others == [CallArguments(0, '{"a": "b"}'), CallEnded(0)]
 
 
 @each_page

@@ -8,7 +8,7 @@ from pathlib import Path
 from bench.fleet import feeding
 from bench.fleet.sleeping_servicer import MAX_NUM_SEQS
 from pagewire.v1 import engine_service_pb2 as pb
-from scheduler_service.engine.calls.outbox import Outbox
+from scheduler_service.engine.calls.calls import Outbox
 
 NUM_ROUNDS = 300
 FIRST_TOKEN_ID, FIRST_OUTPUT = 30_000, 1_000_000
@@ -25,7 +25,7 @@ class Case:
 
 
 CASES = (Case(1), Case(8), Case(256), Case(256, 2, 1), Case(256, 2, 32))
-"""The last two are gateways to two front ends, with 1 and with 32 connections."""
+"""The last two have two front ends, with 1 connection (as from a proxy) and with 32."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Draws output tokens per second for each load, pagewire next to the peer, with the ratio above."""
+"""Draws output tokens per second for each load, pagewire next to the peer, with their ratio above the bars."""
 
 from collections.abc import Mapping
 from pathlib import Path

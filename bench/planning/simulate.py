@@ -105,7 +105,7 @@ def run_placement(case: tuple[str, str, bool]) -> Row:
     arrivals = read_trace(Path(trace), speedup=PLACEMENT_SPEEDUP, limit=PLACEMENT_REQUESTS)
     if load != "a slow worker":
         arrivals = converse(arrivals, pause=30.0, most_turns=8)
-    if load == "branches":  # branches replace other requests, so that the number of requests stays
+    if load == "branches":  # branches replace other requests, so that the number of requests does not change
         arrivals = [arrival for arrival in arrivals[::NUM_BRANCHES] for _ in range(NUM_BRANCHES)]
     waiting = WaitingQueue()
     waiting.balancer = Balancer() if is_placed else FirstCome()

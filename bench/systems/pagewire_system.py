@@ -38,7 +38,7 @@ class Pagewire:
             worker_arguments=["--dtype", "bfloat16", "--max-model-len", str(context), *cache, *flags],
         )
         self.start_seconds = time.perf_counter() - began
-        self.target = self._server.target
+        self.target, self.http_url = self._server.target, self._server.http_url
 
     def pids(self) -> list[int]:
         return [service.process.pid for service in self._server.processes]

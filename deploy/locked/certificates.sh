@@ -9,7 +9,7 @@ if ! [ -e ca.key ]; then
   openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 365 \
     -subj /CN=pagewire -keyout ca.key -out ca.crt
 fi
-for name in scheduler worker openai client prometheus; do
+for name in scheduler worker client prometheus; do
   mkdir -p "$name"
   openssl req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj "/CN=$name" \
     -keyout "$name/tls.key" -out "$name/tls.csr"

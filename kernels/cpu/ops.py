@@ -1,4 +1,5 @@
-"""`kernels.ops.Ops` with compiled kernels. The import raises ImportError without a library for this machine."""
+"""`kernels.ops.Ops` and `kernels.sampling.ops.SamplingOps` with compiled kernels. The import raises ImportError without
+a library for this machine."""
 
 import sys
 from functools import partial
@@ -8,11 +9,13 @@ import torch
 from torch import Tensor
 
 from kernels import composed, reference
-from kernels.attention.metadata import AttentionMetadata
 from kernels.attention.options import check_attention_options
 from kernels.cpu.library import library_path, load_library, supported, what_is_missing
+from kernels.inputs import AttentionMetadata
 from kernels.linear.quantization import W8A8_GROUP, WEIGHT_GROUP, quantize_int4, quantize_int8, quantize_w8a8
 from kernels.ops import GroupedWeight, LoraWeights, Ops, Product, Table
+from kernels.sampling.eager import Draws
+from kernels.sampling.log_probabilities import log_probabilities as log_probabilities
 
 _built = [name for name in supported() if library_path(name).exists()]
 if not _built:
@@ -157,6 +160,29 @@ def pack_grouped(weight: GroupedWeight, wide: bool = False) -> Table | None:
 
 
 pack_float8 = partial(composed.pack_float8, cast(Ops, sys.modules[__name__]))
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    token_ids, largest = _library.greedy(logits.contiguous())
+    return token_ids, largest
+
+
+def keep(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+    _library.keep(logits, rows, bits)
+
+
+def draw(logits: Tensor, largest: Tensor, draws: Draws) -> Tensor:
+    token_ids: Tensor = _library.draw(
+        logits.contiguous(),
+        largest.float(),
+        draws.rows,
+        draws.keys,
+        draws.temperature,
+        draws.min_p.log(),
+        draws.top_k,
+        draws.top_p,
+    )
+    return token_ids
 
 
 class _Packed:

@@ -22,7 +22,7 @@ class SamplingOps(Protocol):
     def log_probabilities(self, logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
-_BACKENDS = {"cpu": "kernels.cpu.sampling", "cuda": "kernels.triton.sampling"}
+_BACKENDS = {"cpu": "kernels.cpu.ops", "cuda": "kernels.triton.sampling"}
 
 
 @cache

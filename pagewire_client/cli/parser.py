@@ -60,7 +60,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     chat = commands.add_parser("chat", parents=[common], help="talk with the model; Ctrl-D ends")
     chat.add_argument("--system", help="the system message")
-    add_serve(commands, server)
+    add_serve(commands)
     add_texts(commands, request)
     add_operators_commands(commands, tls)
     parsed = parser.parse_args(arguments)

@@ -49,6 +49,7 @@ WITHOUT_FLAG: Mapping[str, Mapping[str, str]] = {
         "encoder_token_ids": "the prompt is text",
         "encoder_sound": "`transcribe` hears sounds",
         "resume": "the client resumes a stream itself",
+        "truncate_prompt_tokens": "a command sends a whole prompt",
     },
     "SamplingParams": {
         "n": "one output is shown, as it comes",

@@ -80,6 +80,8 @@ class GenerationDefaults(SamplerParams):
     stop: tuple[str, ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: tuple[Sequence[int], ...] = ()
+    http_temperature: float = 1.0
+    """Temperature of HTTP requests that leave it out. As in OpenAI's API, it is 1 if the file has no temperature."""
     suppressed: tuple[int, ...] = ()
     begin_suppressed: tuple[int, ...] = ()
 
@@ -91,6 +93,7 @@ class GenerationDefaults(SamplerParams):
         given = {name: keys[name] for name in (*_NUMBERS, *_LENGTHS) if name in keys}
         return cls(
             **given | {"temperature": keys.get("temperature", 1.0) if keys.get("do_sample") else 0.0},
+            http_temperature=0.0 if keys.get("do_sample") is False else keys.get("temperature", 1.0),
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             logit_bias={token_id: bias for (token_id,), bias in keys.get("sequence_bias", [])},
             # as in transformers, bad words do not ban an end-of-sequence token

@@ -25,7 +25,7 @@ _STANDARD = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "c
 _OBEYED = (
     *("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens"),
     *("chat_template", "chat_control_tokens", "split_special_tokens", "truncation_side", "fix_mistral_regex"),
-    *("add_bos_token", "add_eos_token"),
+    *("add_bos_token", "add_eos_token", "response_template"),
 )
 _LEFT_OUT = {
     "they say which program made the files, from which others": (
@@ -50,7 +50,7 @@ _LEFT_OUT = {
         "clean_up_tokenization_spaces",
         "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output",
     ),
-    "answers are given as text": ("response_template", "response_schema"),
+    "response_template is its newer form": ("response_schema",),
     "it chose among templates that libraries had before models came with their own": ("use_default_system_prompt",),
 }
 _MAY_BE_LEFT_OUT = frozenset(key for keys in _LEFT_OUT.values() for key in keys)
@@ -89,6 +89,8 @@ class TokenizerConfig:
     has_mistral_fix: bool = False
     adds: Mapping[str, bool] = field(default_factory=dict)
     chat_template: ChatTemplateSource | None = None
+    response_template: Mapping[str, Any] | None = None
+    """How the model writes reasoning and tool calls, in transformers' declarative format."""
 
     @classmethod
     def read(cls, files: Mapping[str, Path]) -> "TokenizerConfig":
@@ -121,6 +123,8 @@ class TokenizerConfig:
             raise StartError(f"{FILE} has {shown(side)} as truncation_side; it must be 'left' or 'right'")
         control = config.get("chat_control_tokens") or []
         _check("chat_control_tokens", control, list, "a list of texts")
+        if (response := config.get("response_template")) is not None:
+            _check("response_template", response, dict, "an object")
         return cls(
             special=special,
             other_special=other_special,
@@ -131,6 +135,7 @@ class TokenizerConfig:
             has_mistral_fix=_flag(config, "fix_mistral_regex"),
             adds={key: _flag(config, f"add_{key}") for key in ("bos_token", "eos_token") if f"add_{key}" in config},
             chat_template=_chat_template(config, files),
+            response_template=response,
         )
 
     def token_id(self, name: str, find: Callable[[str], int | None]) -> int | None:

@@ -10,8 +10,7 @@ import grpc
 from grpc_health.v1 import health_pb2 as pb
 from grpc_health.v1.health_pb2_grpc import HealthServicer
 
-from pagewire_common.calls.errors import RequestError
-from pagewire_common.calls.patient_writer import PatientWriter
+from pagewire_common.calls.errors import PatientWriter, RequestError
 
 MAX_WATCHES = 4096
 MAX_SECONDS = 60.0

@@ -11,11 +11,11 @@ import grpc
 import structlog
 from grpc_health.v1 import health, health_pb2_grpc
 
-from pagewire_common.calls.errors import ErrorInterceptor, RequestLimits
+from pagewire_common.calls.errors import Check, ErrorInterceptor, Lock
+from pagewire_common.calls.request_limits import RequestLimits
 from pagewire_common.connection.tls import OPEN, Security
 from pagewire_common.serving.health import Health
 from pagewire_common.serving.listening import cannot_listen
-from pagewire_common.serving.lock import Check, Lock
 from pagewire_common.serving.open_files import raise_open_files_limit
 from pagewire_common.serving.reflection import add_reflection
 from pagewire_common.start_error import StartError

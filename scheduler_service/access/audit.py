@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,28 +26,72 @@ MAX_REFUSED = 20
 """Calls without a valid key that are logged in each period of `PERIOD_SECONDS`."""
 PERIOD_SECONDS = 10.0
 _HEALTH = "/grpc.health.v1.Health/"
-_PROBES = frozenset(("/vllm.grpc.engine.VllmEngine/HealthCheck",))
-"""Methods that a gateway calls every few seconds, and for each HTTP request."""
 
-_noted: ContextVar[dict[str, str] | None] = ContextVar("noted", default=None)
-_has_line: ContextVar[bool] = ContextVar("has_line", default=False)
+
+@dataclass(slots=True)
+class CallLine:
+    """The log line of one call. `is_written`: the call's method writes a more detailed line itself."""
+
+    names: dict[str, str] = field(default_factory=dict)
+    is_written: bool = False
+
+
+_line: ContextVar[CallLine | None] = ContextVar("line", default=None)
 
 
 def note(**names: str) -> None:
     """Add names (such as a worker's address) to the log line of the current call."""
-    _noted.set({name: value[:MAX_NOTED] for name, value in names.items()})
+    if (line := _line.get()) is not None:
+        line.names = {name: value[:MAX_NOTED] for name, value in names.items()}
 
 
 def leave_own_line() -> None:
-    """Write no audit line for the current call, whose method writes a more detailed log line."""
-    _has_line.set(True)
+    """Write no audit line for the current call, because its method writes a more detailed log line."""
+    if (line := _line.get()) is not None:
+        line.is_written = True
+
+
+def begin_line() -> CallLine:
+    """Begin the log line of a call in this context, and in the tasks that the call creates."""
+    line = CallLine()
+    _line.set(line)
+    return line
+
+
+class Lines:
+    """Writes the lines of ended calls. Create the object inside the event loop."""
+
+    def __init__(self) -> None:
+        self._num_refused = 0  # calls without a valid key in the current period
+
+    def write(self, line: CallLine, *, has_key: bool, **values: Any) -> None:
+        """Write the line of a call, unless the call has written a line. `has_key`: the caller's key was accepted."""
+        if line.is_written:
+            return
+        if not has_key:
+            if not self._num_refused:
+                asyncio.get_running_loop().call_later(PERIOD_SECONDS, self._end_period)
+            self._num_refused += 1
+            if self._num_refused > MAX_REFUSED:
+                return
+        names = dict(line.names)
+        if (key := caller.get()) is not None:
+            names |= {"tenant": key.tenant, "api_key": key.id}
+        log.info("call closed", **values, **names)
+
+    def _end_period(self) -> None:
+        if self._num_refused > MAX_REFUSED:
+            log.warning(
+                "more calls without a valid key", not_logged=self._num_refused - MAX_REFUSED, seconds=PERIOD_SECONDS
+            )
+        self._num_refused = 0
 
 
 class Audit(grpc.aio.ServerInterceptor):
     """The outermost interceptor of a gRPC server. Create it inside the event loop."""
 
     def __init__(self) -> None:
-        self._num_refused = 0  # in the current period
+        self._lines = Lines()
 
     async def intercept_service(
         self,
@@ -62,6 +107,7 @@ class Audit(grpc.aio.ServerInterceptor):
     async def _watched(self, method: str, context: Context) -> AsyncIterator[None]:
         # gRPC crashes if `peer` is called after the end of a call.
         began, status, peer = time.monotonic(), grpc.StatusCode.OK, context.peer()
+        line = begin_line()
         try:
             yield
         except asyncio.CancelledError:
@@ -71,27 +117,12 @@ class Audit(grpc.aio.ServerInterceptor):
             status = grpc.StatusCode.UNKNOWN
             raise
         finally:
-            if not _has_line.get():
-                status = context.code() or status  # a code that is not set is None, despite its type
-                self._log(method, status, peer, time.monotonic() - began)
-
-    def _log(self, method: str, status: grpc.StatusCode, peer: str, seconds: float) -> None:
-        if method in _PROBES and status in (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED):
-            return
-        if status is grpc.StatusCode.UNAUTHENTICATED:
-            if not self._num_refused:
-                asyncio.get_running_loop().call_later(PERIOD_SECONDS, self._end_period)
-            self._num_refused += 1
-            if self._num_refused > MAX_REFUSED:
-                return
-        names = _noted.get() or {}
-        if (key := caller.get()) is not None:
-            names |= {"tenant": key.tenant, "api_key": key.id}
-        log.info("call closed", method=method, status=status.name, peer=peer, total_seconds=round(seconds, 6), **names)
-
-    def _end_period(self) -> None:
-        if self._num_refused > MAX_REFUSED:
-            log.warning(
-                "more calls without a valid key", not_logged=self._num_refused - MAX_REFUSED, seconds=PERIOD_SECONDS
+            status = context.code() or status  # a code that is not set is None, despite its type
+            self._lines.write(
+                line,
+                has_key=status is not grpc.StatusCode.UNAUTHENTICATED,
+                method=method,
+                status=status.name,
+                peer=peer,
+                total_seconds=round(time.monotonic() - began, 6),
             )
-        self._num_refused = 0

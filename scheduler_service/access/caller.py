@@ -5,8 +5,7 @@ from contextvars import ContextVar
 
 import grpc
 
-from pagewire_common.calls.errors import RequestError
-from pagewire_common.serving.lock import Check
+from pagewire_common.calls.errors import Check, RequestError
 from scheduler_service.access.keys import ApiKey, Keyring
 
 caller: ContextVar[ApiKey | None] = ContextVar("caller", default=None)

@@ -1,6 +1,7 @@
 """A front-end process, which the engine starts with `python -m scheduler_service.frontend --engine … --listen …`."""
 
 import argparse
+import json
 import os
 import sys
 from pathlib import Path
@@ -17,6 +18,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="scheduler_service.frontend", description=__doc__)
     parser.add_argument("--engine", required=True, help="where the engine listens for front ends")
     parser.add_argument("--listen", required=True, help="HOST:PORT to serve clients on, shared with other front ends")
+    parser.add_argument("--http-listen", help="HOST:PORT to serve HTTP on, shared with other front ends")
+    parser.add_argument("--response-template", type=Path, help="how the model writes reasoning and tool calls")
+    parser.add_argument("--receive-timeout", type=float, default=60.0, help="seconds for an HTTP request to arrive")
     parser.add_argument("--log-level", default="info")
     parser.add_argument("--log-format", default="auto")
     parser.add_argument("--max-connections", type=int, default=MAX_CONNECTIONS, help="connections of clients")
@@ -31,16 +35,19 @@ def main() -> None:
 
     # with few cores, the engine comes first: a late front end sends fewer messages, a late engine idles workers
     os.nice(NICE)
-    from scheduler_service.frontend.server import serve
+    from scheduler_service.frontend.server import Ports, serve
 
     status = 0
 
     async def main() -> None:
         nonlocal status
         security = Security(TlsFolder(arguments.tls) if arguments.tls else None, arguments.mutual_tls)
-        status = await serve(
-            arguments.engine, arguments.listen, security, arguments.max_connections, arguments.otlp_traces_endpoint
+        ports = Ports(
+            arguments.listen, arguments.http_listen, security, arguments.max_connections, arguments.receive_timeout
         )
+        template = arguments.response_template
+        response_template = json.loads(template.read_text()) if template is not None else None
+        status = await serve(arguments.engine, ports, arguments.otlp_traces_endpoint, response_template)
 
     run("scheduler_service.frontend", main)
     sys.exit(status)

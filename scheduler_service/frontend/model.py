@@ -14,6 +14,8 @@ from pagewire_common.model_files.sentence_config import FILE as SENTENCES
 from pagewire_common.model_files.sentence_config import SentenceConfig
 from pagewire_common.model_files.shown import shown
 from pagewire_common.start_error import StartError
+from scheduler_service.frontend.chat.find_syntax import find_syntax
+from scheduler_service.frontend.chat.syntax import ChatSyntax
 from scheduler_service.frontend.forms.forms import Forms
 from scheduler_service.frontend.speech.speech_tokens import SpeechTokens
 from scheduler_service.frontend.text.tokenization import Tokenizer
@@ -23,7 +25,7 @@ MAX_SCORED = 2
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Name, limits, defaults and tokenizer of the served model, and its files by name.
+    """Name, limits, defaults and tokenizer of the served model.
 
     `embedding_size`, `num_labels`, `max_encoder_len`, `feature_bytes`: 0 if the model lacks this ability.
     `pooling_type`, `normalizes`: the pooling with which the model was trained.
@@ -64,7 +66,8 @@ class ServedModel:
     similarity: str = "cosine"
     scores_plainly: bool = False
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
-    files: Mapping[str, bytes] = field(default_factory=dict)
+    chat_syntax: ChatSyntax | None = None
+    """How the model writes reasoning and tool calls; None if its chat template has no form that is known."""
     forms: Forms = field(default_factory=Forms)
 
     @property
@@ -77,8 +80,22 @@ class ServedModel:
         }
         return [task for task, is_able in able.items() if is_able]
 
+    @property
+    def chats(self) -> dict[str, str]:
+        """How the model writes reasoning and tool calls, for operators and clients."""
+        syntax = self.chat_syntax
+        by_template = syntax is not None and syntax.has_calls and self.tokenizer is not None
+        has_tools = by_template and self.tokenizer is not None and self.tokenizer.template_names("tools")
+        return {
+            "family": syntax.family if syntax else "unknown",
+            "reasoning": "yes" if syntax and (syntax.reasoning or syntax.has_channels) else "no",
+            "tools": "chat template" if has_tools else "system message",
+        }
+
     @classmethod
-    def load(cls, limits: ModelLimits, directory: Path) -> "ServedModel":
+    def load(
+        cls, limits: ModelLimits, directory: Path, response_template: Mapping[str, Any] | None = None
+    ) -> "ServedModel":
         """Read the model's files, on a thread: reading takes about a second."""
         config = _read_json(directory / "config.json") or {}
         generation = GenerationConfig.read(config, _read_json(directory / FILE), limits.vocabulary_size)
@@ -102,7 +119,11 @@ class ServedModel:
             decoder_start_token_ids=starts,
             speech_tokens=speech_tokens,
             defaults=defaults,
-            files={path.name: path.read_bytes() for path in directory.iterdir()},
+            chat_syntax=(
+                find_syntax(tokenizer.chat_template, response_template or tokenizer.response_template)
+                if tokenizer
+                else None
+            ),
         )
 
 

@@ -4,10 +4,10 @@ import asyncio
 import gc
 import os
 import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import structlog
-from smg_grpc_proto.generated import vllm_engine_pb2
-from smg_grpc_proto.generated.vllm_engine_pb2_grpc import add_VllmEngineServicer_to_server
 
 from pagewire.v1 import engine_service_pb2 as pb
 from pagewire.v1 import inference_service_pb2
@@ -16,16 +16,15 @@ from pagewire_common.connection.tls import OPEN, Security
 from pagewire_common.serving.server import MAX_CONNECTIONS, GrpcServer
 from pagewire_common.telemetry.tracing import tracing
 from scheduler_service.access.audit import Audit
+from scheduler_service.frontend.http.limits import Limits
+from scheduler_service.frontend.http.server import HttpServer
 from scheduler_service.frontend.link.engine_link import EngineLink
+from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.servicer import InferenceServicer
-from scheduler_service.frontend.vllm_engine_servicer import VllmEngine
 
 log = structlog.get_logger()
 
-SERVICES = [
-    inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
-    vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name,
-]
+SERVICES = [inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name]
 LOOK_SECONDS = 1.0
 UNLOADED_SECONDS = 5.0
 """Seconds before a front end that cannot load the model restarts. Until then, its calls fail with the reason."""
@@ -49,37 +48,54 @@ def front_end_server(
         outermost=[Audit()],
     )
     add_InferenceServiceServicer_to_server(InferenceServicer(link), server.server)
-    add_VllmEngineServicer_to_server(VllmEngine(link), server.server)  # type: ignore[no-untyped-call]
     return server
+
+
+class Ports(NamedTuple):
+    """Where a front end listens. `http`: HOST:PORT of HTTP, or None without HTTP."""
+
+    listen: str
+    http: str | None = None
+    security: Security = OPEN
+    max_connections: int = MAX_CONNECTIONS
+    receive_timeout: float = 60.0
 
 
 async def serve(
     engine: str,
-    listen: str,
-    security: Security = OPEN,
-    max_connections: int = MAX_CONNECTIONS,
+    ports: Ports,
     traces_endpoint: str | None = None,
+    response_template: Mapping[str, Any] | None = None,
 ) -> int:
-    """Serve clients until the engine, and with it every request, is gone. Returns the exit status of the process."""
+    """Serve clients until the engine says goodbye or is lost. Returns the exit status of the process.
+
+    The front end does not wait for a lost engine to return: the queue and all computed tokens are lost with the engine.
+    Clients can resume their requests at any scheduler.
+    """
     async with tracing(traces_endpoint, "pagewire-scheduler") as tracer:
-        return await _serve(EngineLink(engine, tracer), listen, security, max_connections)
+        return await _serve(EngineLink(engine, tracer, response_template), ports)
 
 
-async def _serve(link: EngineLink, listen: str, security: Security, max_connections: int) -> int:
+async def _serve(link: EngineLink, ports: Ports) -> int:
     running = asyncio.create_task(link.run())
     showing = watching = None
     try:
         await asyncio.wait((running, link.welcome), return_when=asyncio.FIRST_COMPLETED)
         if link.welcome.done():
-            server = front_end_server(link, shares_port=True, security=security, max_connections=max_connections)
-            address = await server.start(listen, "front end listening")
+            security, most = ports.security, ports.max_connections
+            server = front_end_server(link, shares_port=True, security=security, max_connections=most)
+            http = HttpServer(link, Limits(most, ports.receive_timeout), security)
+            if ports.http is not None:
+                await http.start(ports.http)
+            address = await server.start(ports.listen, "front end listening")
             link.connection.say(0, listening=pb.Listening(address=address, process_id=os.getpid()))
             showing = asyncio.create_task(show_health(link, server))
-            watching = asyncio.create_task(watch_engine(link, server))
+            watching = asyncio.create_task(watch_engine(link, server, http))
             await asyncio.wait((running, showing), return_when=asyncio.FIRST_COMPLETED)
             if showing.done():
                 log.error("the model's tokenizer cannot be loaded", exc_info=showing.exception())
                 await asyncio.wait((running,), timeout=UNLOADED_SECONDS)
+            await http.stop()
             await server.stop(_nothing, 0)
             if showing.done():
                 return 1
@@ -92,7 +108,7 @@ async def _serve(link: EngineLink, listen: str, security: Security, max_connecti
 
 
 async def show_health(link: EngineLink, server: GrpcServer) -> None:
-    await link.loading.wait()
+    _log_chats(await link.loading.wait())
     _spare_the_collector()
     while True:
         link.serving_changed.clear()
@@ -102,7 +118,14 @@ async def show_health(link: EngineLink, server: GrpcServer) -> None:
         await link.serving_changed.wait()
 
 
-async def watch_engine(link: EngineLink, server: GrpcServer) -> None:
+def _log_chats(model: ServedModel) -> None:
+    """Log how the model writes reasoning and tool calls."""
+    if model.tokenizer is None or not model.tokenizer.has_chat_template:
+        return
+    log.info("chats", **model.chats)
+
+
+async def watch_engine(link: EngineLink, server: GrpcServer, http: HttpServer) -> None:
     """Report NOT_SERVING while the engine is silent, also to liveness probes: no call can end without the engine."""
     is_alive = True
     while True:
@@ -113,6 +136,7 @@ async def watch_engine(link: EngineLink, server: GrpcServer) -> None:
                 log.info("the engine answers again")
             else:
                 log.error("the engine hangs", seconds=MAX_SILENT_SECONDS)
+            http.set_alive(is_alive)
             await server.set_alive(is_alive)
             await server.set_serving(is_alive and link.serving)
 

@@ -4,7 +4,7 @@ import time
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceServicer
-from pagewire_common.calls import errors
+from pagewire_common.calls.request_limits import request_size
 from pagewire_common.sampling import MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS
 from scheduler_service.access.audit import note
 from scheduler_service.access.caller import caller, tenant_of
@@ -14,7 +14,8 @@ from scheduler_service.frontend.calls.embedding import embed
 from scheduler_service.frontend.calls.generation import Context, allowed_model, generate
 from scheduler_service.frontend.calls.scoring import score
 from scheduler_service.frontend.calls.transcription import transcribe
-from scheduler_service.frontend.checking.validation import check_names, decode_tokens, encode_prompt
+from scheduler_service.frontend.checking.checks import check_names
+from scheduler_service.frontend.checking.prompt import decode_tokens, encode_prompt
 from scheduler_service.frontend.link.engine_call import EngineCall
 from scheduler_service.frontend.link.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
@@ -22,7 +23,7 @@ from scheduler_service.frontend.output.request import failure, request_key, serv
 from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.frontend.output.request_trace import CHAT, TEXT_COMPLETION
 from scheduler_service.frontend.output.streams import OutputDelta
-from scheduler_service.wire.fields import fill_column
+from scheduler_service.wire.messages import fill_column
 
 _FINISH_REASONS = {
     SequenceStatus.FINISHED_STOPPED: pb.FINISH_REASON_STOP,
@@ -75,7 +76,8 @@ class InferenceServicer(InferenceServiceServicer):
         with EngineCall(self._link) as call:
             await call.admit_side_call(_num_bytes(request))
             response = pb.TokenizeResponse()
-            fill_column(response, "token_ids", await encode_prompt(request, await allowed_model(self._link)))
+            prompt = await encode_prompt(request, await allowed_model(self._link))
+            fill_column(response, "token_ids", prompt.token_ids)
             return response
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
@@ -96,7 +98,7 @@ class InferenceServicer(InferenceServiceServicer):
 
 
 def _num_bytes(request: pb.TokenizeRequest | pb.DetokenizeRequest) -> int:
-    return max(errors.request_size.get(), request.ByteSize())
+    return max(request_size.get(), request.ByteSize())
 
 
 class _Messages:

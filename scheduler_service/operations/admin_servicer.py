@@ -8,14 +8,13 @@ import grpc
 
 from pagewire.v1 import admin_service_pb2 as pb
 from pagewire.v1.admin_service_pb2_grpc import AdminServiceServicer
-from pagewire_common.calls.errors import RequestError
-from pagewire_common.calls.patient_writer import PatientWriter
+from pagewire_common.calls.errors import PatientWriter, RequestError
 from scheduler_service.access.audit import note
 from scheduler_service.engine.adapters.adapter_files import Adapter
 from scheduler_service.engine.calls.side_calls import SideCalls
 from scheduler_service.engine.front_ends.servicer import FrontEnds
 from scheduler_service.operations.cluster_state import cluster_state
-from scheduler_service.statistics.finished_requests import MAX_REQUESTS
+from scheduler_service.statistics.counts import MAX_REQUESTS
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

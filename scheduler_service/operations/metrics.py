@@ -1,7 +1,7 @@
 """Exports state and statistics as Prometheus metrics.
 
 Metrics that vLLM has keep its meaning and name, with the prefix `pagewire_` for `vllm:`. `vllm_names` exports them
-under vLLM's names too, for dashboards and gateways.
+under vLLM's names too, for dashboards and Kubernetes' gateways.
 """
 
 import time

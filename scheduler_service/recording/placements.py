@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from pagewire.v1 import recording_pb2 as pb
 from scheduler_service.core import Placement, SchedulerOutput
-from scheduler_service.wire.fields import encode_enum
+from scheduler_service.wire.messages import encode_enum
 
 
 def encode_placements(output: SchedulerOutput, plan: pb.RecordedPlan, session_of: Callable[[object], int]) -> None:

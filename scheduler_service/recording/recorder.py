@@ -37,7 +37,7 @@ from scheduler_service.core.planning.adapters import AdapterFetch
 from scheduler_service.recording.format import FORMAT, VERSION, frame
 from scheduler_service.recording.placements import encode_placements
 from scheduler_service.wire.codec import encode_scheduler_output
-from scheduler_service.wire.fields import encode_enum, encode_fields
+from scheduler_service.wire.messages import encode_enum, encode_fields
 
 log = structlog.get_logger()
 

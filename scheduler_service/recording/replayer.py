@@ -26,7 +26,7 @@ from scheduler_service.recording.placements import compare_placements, encode_pl
 from scheduler_service.recording.step_work import StepWork
 from scheduler_service.recording.words import compare_steps
 from scheduler_service.wire.codec import decode_model_output, encode_scheduler_output
-from scheduler_service.wire.fields import decode_enum, decode_fields
+from scheduler_service.wire.messages import decode_enum, decode_fields
 
 T = TypeVar("T")
 

@@ -1,11 +1,18 @@
-"""Counts since the scheduler started, in plain numbers. The engine counts tokens, and front ends count requests."""
+"""Counts since the scheduler started, in plain numbers, and the requests that ended last.
+
+The engine counts tokens, and front ends count requests.
+"""
 
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
 
+from pagewire.v1 import admin_service_pb2 as admin_pb
 from pagewire.v1 import engine_service_pb2 as pb
+from pagewire.v1 import inference_service_pb2 as inference_pb
 
 # Bounds in seconds. The first and last bounds equal those of vLLM's metric with the same name, so that dashboards for
 # vLLM show them. The time between tokens has three smaller bounds before them, for small models.
@@ -29,6 +36,10 @@ STEP_BOUNDS = (1.0, *(float(8 << power) for power in range(12)))
 CHOICE_BOUNDS = (1.0, 2.0, 5.0, 10.0, 20.0)
 MAX_TENANTS = 32
 OTHER_TENANTS = "(others)"
+MAX_REQUESTS = 1000
+"""Finished requests that are stored."""
+MAX_BYTES = 1 << 20
+"""Limit on the serialized finished requests; a request takes about 120 bytes."""
 
 
 class Histogram:
@@ -237,3 +248,57 @@ class TokenTimes:
     def mean_pause_seconds(self) -> float | None:
         """Mean pause in seconds; None if no output has two new tokens."""
         return (sum(self._last_at) - sum(self._first_at)) / self.num_pauses if self.num_pauses else None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Times and token counts of one finished request, as defined in inference_service.proto."""
+
+    queued_seconds: float | None
+    first_token_seconds: float | None
+    mean_pause_seconds: float | None
+    longest_pause_seconds: float | None
+    total_seconds: float
+    num_recompute_preemptions: int
+    num_swap_preemptions: int
+    num_worker_changes: int
+    cached_tokens: int
+
+    def known(self) -> dict[str, float | int]:
+        """The known figures by name. Seconds are rounded to microseconds."""
+        return {name: round(figure, 6) for name, figure in asdict(self).items() if figure is not None}
+
+    def encode(self) -> inference_pb.RequestMetrics:
+        return inference_pb.RequestMetrics(**self.known())  # type: ignore[arg-type]
+
+
+class FinishedRequests:
+    """The requests that ended last, limited in number and bytes, because clients choose ids and tenants.
+
+    Adding takes O(1).
+    """
+
+    def __init__(self, max_requests: int = MAX_REQUESTS, max_bytes: int = MAX_BYTES) -> None:
+        self._max_requests = max_requests
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        # serialized, because bytes take little memory, and Python's cycle collector does not visit them
+        self._requests: deque[bytes] = deque()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def add(self, finished: admin_pb.FinishedRequest) -> None:
+        finished.end_time_ms = time.time_ns() // 1_000_000
+        request = finished.SerializeToString()
+        self._requests.append(request)
+        self._num_bytes += len(request)
+        while len(self._requests) > self._max_requests or self._num_bytes > self._max_bytes:
+            self._num_bytes -= len(self._requests.popleft())
+
+    def newest(self, limit: int) -> list[admin_pb.FinishedRequest]:
+        return [admin_pb.FinishedRequest.FromString(request) for request in islice(reversed(self._requests), limit)]

@@ -12,7 +12,7 @@ from pagewire_common.sampling import NUMBERS
 from scheduler_service.core import ModelOutput, PoolingParams, SamplingParams, SchedulerOutput, TranscriptParams
 from scheduler_service.core.groups.sequence import EncoderSequence
 from scheduler_service.core.outputs import Fork, NewSequence, TokenLogprobs
-from scheduler_service.wire.fields import encode_fields, fill_column
+from scheduler_service.wire.messages import encode_fields, fill_column
 
 PROTOCOL_VERSION = 4
 

@@ -59,7 +59,7 @@ def test_the_names_and_the_packing_need_the_standard_library_alone() -> None:
 
 def test_an_unknown_name_is_refused_with_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["bench", "speed"])
-    with pytest.raises(SystemExit, match="'speed' is no benchmark; there are serving, gateway"):
+    with pytest.raises(SystemExit, match="'speed' is no benchmark; there are serving, http"):
         main()
 
 

@@ -8,10 +8,9 @@ import pytest
 import yaml
 from kustomize import KUBERNETES, container, render
 
-from pagewire_client.cli.parser import parse_arguments
-from pagewire_client.http.gateway import SHUTDOWN_SECONDS
 from pagewire_common.settings import ServiceSettings
 from scheduler_service.engine.calls.admission import UNREAD_SHARE
+from scheduler_service.frontend.http.limits import HELD_BYTES
 from scheduler_service.settings import SchedulerSettings
 from worker_service.settings import WorkerSettings
 
@@ -30,18 +29,16 @@ BUILT = [
     for name, service in services(file).items()
     if "build" in service
 ]
-GATEWAYS = [one for one in BUILT if "openai" in str(one.id)]
-OURS = [one for one in BUILT if one not in GATEWAYS]
 
 
-@pytest.mark.parametrize(("file", "name"), OURS)
+@pytest.mark.parametrize(("file", "name"), BUILT)
 def test_environment_is_settings_of_the_service(file: Path, name: str) -> None:
     service = services(file)[name]
     settings = SETTINGS[name.partition("-")[0]]
     assert set(service["environment"]) <= {f"PAGEWIRE_{field.upper()}" for field in settings.model_fields}
 
 
-@pytest.mark.parametrize(("file", "name"), OURS)
+@pytest.mark.parametrize(("file", "name"), BUILT)
 def test_the_container_outlives_its_grace(file: Path, name: str) -> None:
     service = services(file)[name]
     closing = 5
@@ -57,7 +54,7 @@ def test_containers_can_do_no_more_than_they_must(file: Path, name: str) -> None
     assert service["tmpfs"] == ["/tmp"]
 
 
-@pytest.mark.parametrize(("file", "name"), [one for one in OURS if "scheduler" in str(one.id)])
+@pytest.mark.parametrize(("file", "name"), [one for one in BUILT if "scheduler" in str(one.id)])
 def test_a_scheduler_finds_workers_by_their_service(file: Path, name: str) -> None:
     workers = name.replace("scheduler", "worker")
     assert workers in services(file)
@@ -65,18 +62,19 @@ def test_a_scheduler_finds_workers_by_their_service(file: Path, name: str) -> No
     assert services(file)[name]["environment"]["PAGEWIRE_WORKERS"] == f"dns:///{workers}:{port}"
 
 
-@pytest.mark.parametrize(("file", "name"), [one for one in OURS if "scheduler" in str(one.id)])
+@pytest.mark.parametrize(("file", "name"), [one for one in BUILT if "scheduler" in str(one.id)])
 def test_a_scheduler_may_take_what_its_requests_may_take_and_what_its_processes_take_besides(
     file: Path, name: str
 ) -> None:
     service, fields = services(file)[name], SchedulerSettings.model_fields
     requests = service["environment"].get("PAGEWIRE_REQUEST_MEMORY", fields["request_memory"].default)
-    engine, front_ends = 0.2, 0.4 * service["environment"].get("PAGEWIRE_FRONTENDS", fields["frontends"].default)
+    num_front_ends = service["environment"].get("PAGEWIRE_FRONTENDS", fields["frontends"].default)
+    engine, front_ends = 0.2, (0.4 + HELD_BYTES / (1 << 30)) * num_front_ends
     assert service["mem_limit"].endswith("g")
     assert requests * (1 + 1 / UNREAD_SHARE) + engine + front_ends <= float(service["mem_limit"][:-1])
 
 
-@pytest.mark.parametrize(("file", "name"), [one for one in OURS if "worker" in str(one.id)])
+@pytest.mark.parametrize(("file", "name"), [one for one in BUILT if "worker" in str(one.id)])
 def test_workers_can_be_scaled(file: Path, name: str) -> None:
     """A container's name or a port of the host can be used only once, and later workers find less free memory."""
     service = services(file)[name]
@@ -84,59 +82,25 @@ def test_workers_can_be_scaled(file: Path, name: str) -> None:
     assert "PAGEWIRE_KV_CACHE_MEMORY" in service["environment"] or service["image"] == "pagewire-worker-gpu"
 
 
-@pytest.mark.parametrize(("file", "name"), OURS)
+@pytest.mark.parametrize(("file", "name"), BUILT)
 def test_dockerfiles_listen_where_they_are_looked_for(file: Path, name: str) -> None:
     service = services(file)[name]
     dockerfile = (file.parent / service["build"]["context"] / service["build"]["dockerfile"]).read_text()
     default = SETTINGS[name.partition("-")[0]].model_fields["listen"].default
     port = default.rpartition(":")[2]
     assert f"PAGEWIRE_LISTEN=0.0.0.0:{port}" in dockerfile
-    assert f"EXPOSE {port}\n" in dockerfile
+    assert re.search(rf"^EXPOSE {port}( |$)", dockerfile, re.MULTILINE)
     assert f'"pagewire_common.healthcheck", "127.0.0.1:{port}"' in dockerfile
     assert "\nUSER 10001\n" in dockerfile
+    if http := service["environment"].get("PAGEWIRE_HTTP_LISTEN"):
+        assert re.search(rf"^EXPOSE .*\b{http.removeprefix('0.0.0.0:')}$", dockerfile, re.MULTILINE)
     for volume in service["volumes"]:
         if not volume.endswith(":ro"):
             assert f"PAGEWIRE_CACHE={volume.rpartition(':')[2]}" in dockerfile
 
 
-@pytest.mark.parametrize(("file", "name"), GATEWAYS)
-def test_a_gateway_finds_its_scheduler_and_listens_where_it_is_published(
-    file: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    service = services(file)[name]
-    scheduler = name.replace("openai", "scheduler")
-    assert services(file)[scheduler].get("profiles") == service.get("profiles")
-    dockerfile = (file.parent / service["build"]["context"] / service["build"]["dockerfile"]).read_text()
-    (listen,) = re.findall(r"PAGEWIRE_HTTP_LISTEN=(\S+)", dockerfile)
-    monkeypatch.setenv("PAGEWIRE_HTTP_LISTEN", listen)
-    for variable, value in service["environment"].items():
-        monkeypatch.setenv(variable, value)
-    arguments = parse_arguments(["serve"])
-    assert arguments.target == f"{scheduler}:{SchedulerSettings.model_fields['listen'].default.rpartition(':')[2]}"
-    port = arguments.listen.rpartition(":")[2]
-    assert arguments.listen == f"0.0.0.0:{port}"
-    assert service["ports"] == [f"{port}:{port}"]
-    assert f"EXPOSE {port}\n" in dockerfile
-    assert f'"pagewire_client.http.gateway", "127.0.0.1:{port}"' in dockerfile
-    assert "\nUSER 10001\n" in dockerfile
-    assert int(service["stop_grace_period"].removesuffix("s")) > SHUTDOWN_SECONDS
-
-
-def test_the_locked_gateway_is_a_client_by_settings_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    locked = services(ROOT / "deploy" / "locked" / "docker-compose.yml")["openai"]["environment"]
-    for variable, value in (services(ROOT / "docker-compose.yml")["openai"]["environment"] | locked).items():
-        monkeypatch.setenv(variable, value)
-    arguments = parse_arguments(["serve"])
-    assert str(arguments.tls) == str(arguments.http_tls) == "/etc/pagewire/tls"
-    assert arguments.api_key.startswith("${PAGEWIRE_CLIENT_API_KEY:?")
-    assert capsys.readouterr().err == ""  # no old name
-
-
 def test_kubernetes_runs_the_images_that_compose_builds() -> None:
-    """But the gateway's, which is Compose's alone."""
-    built = {services(file)[name]["image"] for file, name in (one.values for one in OURS)}
+    built = {services(file)[name]["image"] for file, name in (one.values for one in BUILT)}
     run = {
         container(one)["image"]
         for overlay in ("cpu", "gpu")
@@ -146,19 +110,28 @@ def test_kubernetes_runs_the_images_that_compose_builds() -> None:
     assert run == built
 
 
+def test_a_scheduler_publishes_the_ports_that_it_listens_on() -> None:
+    grpc = SchedulerSettings.model_fields["listen"].default.rpartition(":")[2]
+    for name, service in services(FILES["one"]).items():
+        if name.startswith("scheduler"):
+            http = service["environment"]["PAGEWIRE_HTTP_LISTEN"].removeprefix("0.0.0.0:")
+            assert service["ports"] == [f"{port}:{port}" for port in (grpc, http)]
+
+
 def test_the_balancer_finds_both_schedulers_and_listens_where_it_is_published() -> None:
     two = services(FILES["two"])
+    schedulers = {name: service["environment"] for name, service in two.items() if name.startswith("scheduler")}
     (volume,) = two["balancer"]["volumes"]
     envoy = yaml.safe_load((FILES["two"].parent / volume.split(":")[0]).read_text())["static_resources"]
-    (endpoints,) = envoy["clusters"][0]["load_assignment"]["endpoints"]
-    sockets = [one["endpoint"]["address"]["socket_address"] for one in endpoints["lb_endpoints"]]
-    default = SchedulerSettings.model_fields["listen"].default
-    port = default.rpartition(":")[2]
-    assert [(one["address"], one["port_value"]) for one in sockets] == [
-        (name, int(port)) for name in two if name.startswith("scheduler")
-    ]
-    listener = envoy["listeners"][0]["address"]["socket_address"]["port_value"]
-    assert two["balancer"]["ports"] == [f"{port}:{listener}"]
+    grpc = SchedulerSettings.model_fields["listen"].default.rpartition(":")[2]
+    (http,) = {one["PAGEWIRE_HTTP_LISTEN"].removeprefix("0.0.0.0:") for one in schedulers.values()}
+    for port, listener, cluster, published in zip(
+        (grpc, http), envoy["listeners"], envoy["clusters"], two["balancer"]["ports"], strict=True
+    ):
+        (endpoints,) = cluster["load_assignment"]["endpoints"]
+        sockets = [one["endpoint"]["address"]["socket_address"] for one in endpoints["lb_endpoints"]]
+        assert [(one["address"], one["port_value"]) for one in sockets] == [(name, int(port)) for name in schedulers]
+        assert published == f"{port}:{listener['address']['socket_address']['port_value']}"
 
 
 def test_the_balancer_of_the_tests_is_the_balancer_that_runs() -> None:

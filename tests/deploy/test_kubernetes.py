@@ -122,8 +122,10 @@ def test_ports_are_those_that_the_service_listens_on(
     ports = {port["name"]: port["containerPort"] for port in of_pod["ports"]}
     assert ports["grpc"] == port
     assert {probed(of_pod[probe]) for probe in PROBES} == {port}
-    (served,) = find(resources, "Service", service)["spec"]["ports"]
-    assert (served["port"], served["targetPort"]) == (port, "grpc")
+    served = {one["targetPort"]: one["port"] for one in find(resources, "Service", service)["spec"]["ports"]}
+    assert served == {name: number for name, number in ports.items() if name != "metrics"}
+    http = getattr(settings, "http_listen", None)
+    assert http == (f"0.0.0.0:{ports['http']}" if "http" in ports else None)
 
 
 def probed(probe: dict[str, Any]) -> int:
@@ -214,6 +216,7 @@ def test_only_the_scheduler_reaches_workers_and_it_reaches_nothing_else(resource
     }
     assert allowed(resources, "Ingress", labels["scheduler"]) == {
         ports["scheduler"]["grpc"]: [EVERY_PEER],
+        ports["scheduler"]["http"]: [EVERY_PEER],
         ports["scheduler"]["metrics"]: [monitoring],
     }
     out = allowed(resources, "Egress", labels["scheduler"])

@@ -5,11 +5,12 @@ import json
 import signal
 import socket
 import subprocess
+import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import pytest
@@ -54,24 +55,34 @@ def schedulers(tmp_path: Path) -> Iterator[list[LocalServer]]:
             server.stop()
 
 
+class Ports(NamedTuple):
+    """Addresses of a service, HOST:PORT."""
+
+    grpc: str
+    http: str
+
+
 @pytest.fixture
-def target(schedulers: list[LocalServer], tmp_path: Path) -> Iterator[str]:
-    with balancer([scheduler.target for scheduler in schedulers], tmp_path) as target:
+def target(schedulers: list[LocalServer], tmp_path: Path) -> Iterator[Ports]:
+    ports = [Ports(scheduler.target, scheduler.http_url.removeprefix("http://")) for scheduler in schedulers]
+    with balancer(ports, tmp_path) as target:
         yield target
 
 
 @contextmanager
-def balancer(schedulers: list[str], folder: Path) -> Iterator[str]:
+def balancer(schedulers: list[Ports], folder: Path) -> Iterator[Ports]:
     """Envoy as it is shipped, but for addresses: it listens on free ports and finds the schedulers at these."""
     config = yaml.safe_load(CONFIG.read_text())
     resources = config["static_resources"]
-    _listen_on_free_port(resources["listeners"][0]["address"])
+    for listener in resources["listeners"]:
+        _listen_on_free_port(listener["address"])
     config["admin"] = {"address": {"socket_address": {}}}
     _listen_on_free_port(config["admin"]["address"])
-    (endpoints,) = resources["clusters"][0]["load_assignment"]["endpoints"]
-    for endpoint, scheduler in zip(endpoints["lb_endpoints"], schedulers, strict=True):
-        host, _, port = scheduler.rpartition(":")
-        endpoint["endpoint"]["address"]["socket_address"] = {"address": host, "port_value": int(port)}
+    for cluster, addresses in zip(resources["clusters"], zip(*schedulers, strict=True), strict=True):
+        (endpoints,) = cluster["load_assignment"]["endpoints"]
+        for endpoint, scheduler in zip(endpoints["lb_endpoints"], addresses, strict=True):
+            host, _, port = scheduler.rpartition(":")
+            endpoint["endpoint"]["address"]["socket_address"] = {"address": host, "port_value": int(port)}
     file = folder / "envoy.yaml"
     file.write_text(yaml.safe_dump(config))
     process = subprocess.Popen(
@@ -85,11 +96,20 @@ def balancer(schedulers: list[str], folder: Path) -> Iterator[str]:
             admin = next(line for line in log if "admin address:" in line).rsplit(maxsplit=1)[-1]
             next(line for line in log if "starting workers" in line)  # every cluster has had its first health check
             with urllib.request.urlopen(f"http://{admin}/listeners?format=json", timeout=30) as answer:
-                (listener,) = json.load(answer)["listener_statuses"]
-            yield f"127.0.0.1:{listener['local_address']['socket_address']['port_value']}"
+                listeners = {one["name"]: one["local_address"] for one in json.load(answer)["listener_statuses"]}
+            found = [listeners[listener["name"]]["socket_address"] for listener in resources["listeners"]]
+            yield Ports(*(f"127.0.0.1:{address['port_value']}" for address in found))
     finally:
         process.terminate()
         process.wait(30)
+
+
+def complete(address: str) -> int:
+    """The number of tokens of a completion over HTTP."""
+    body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}).encode()
+    request = urllib.request.Request(f"http://{address}/v1/completions", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return int(json.load(answer)["usage"]["completion_tokens"])
 
 
 def _listen_on_free_port(address: dict[str, Any]) -> None:
@@ -121,23 +141,24 @@ async def begin_on_both(
 
 
 async def test_streams_spread_over_both_and_a_scheduler_that_drains_gets_no_more(
-    schedulers: list[LocalServer], target: str
+    schedulers: list[LocalServer], target: Ports
 ) -> None:
     draining, other = schedulers
     async with AsyncExitStack() as cleanup:
-        client = await cleanup.enter_async_context(Client(target))
+        client = await cleanup.enter_async_context(Client(target.grpc))
         streams = await begin_on_both(client, schedulers, cleanup)
         before = await num_running(draining)
         draining.processes[1].process.send_signal(signal.SIGTERM)
         await asyncio.to_thread(draining.processes[1].wait_for, "stopping", 30)
         # Its health may not have been checked since: a call that it refuses is tried at the other scheduler.
+        assert [await asyncio.to_thread(complete, target.http) for _ in range(8)] == [4] * 8
         streams += [await begin(client, cleanup) for _ in range(8)]
         assert await num_running(other) == len(streams) - before
         for stream in streams:
             await anext(stream)
 
 
-async def test_streams_of_a_killed_scheduler_go_on_at_the_other(schedulers: list[LocalServer], target: str) -> None:
+async def test_streams_of_a_killed_scheduler_go_on_at_the_other(schedulers: list[LocalServer], target: Ports) -> None:
     killed, _ = schedulers
     sampling = SamplingParams(max_tokens=600, temperature=1.0, seed=1, ignore_eos=True)
 
@@ -145,7 +166,7 @@ async def test_streams_of_a_killed_scheduler_go_on_at_the_other(schedulers: list
         return [token for message in [message async for message in stream] for token in message.token_ids]
 
     async with AsyncExitStack() as cleanup:
-        client = await cleanup.enter_async_context(Client(target))
+        client = await cleanup.enter_async_context(Client(target.grpc))
         undisturbed = await tokens(client.generate([1, 2, 3], sampling))
         streams = [client.generate([1, 2, 3], sampling) for _ in range(8)]
         reading = [asyncio.create_task(tokens(stream)) for stream in streams]
@@ -159,8 +180,10 @@ async def test_administration_is_not_for_clients_and_without_a_scheduler_calls_e
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         dead = f"127.0.0.1:{silent.getsockname()[1]}"
-        with balancer([dead, dead], tmp_path) as target:
-            async with grpc.aio.insecure_channel(target) as channel:
+        with balancer([Ports(dead, dead)] * 2, tmp_path) as target:
+            with pytest.raises(urllib.error.HTTPError, match="503"):
+                await asyncio.to_thread(complete, target.http)
+            async with grpc.aio.insecure_channel(target.grpc) as channel:
                 with pytest.raises(grpc.aio.AioRpcError) as error:
                     await AdminServiceStub(channel).GetClusterState(GetClusterStateRequest())
                 assert error.value.code() is grpc.StatusCode.PERMISSION_DENIED

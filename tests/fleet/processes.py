@@ -31,9 +31,9 @@ class Member:
         self.address = f"{host}:{free_port(host)}"
         self._environment = dict(environment or {})
         self._module = module
-        self.admin_address = f"{host}:{free_port(host)}"  # of a scheduler
+        self.admin_address, self.http_address = (f"{host}:{free_port(host)}" for _ in range(2))  # of a scheduler
         if module == "scheduler_service":
-            arguments = ["--admin-listen", self.admin_address, *arguments]
+            arguments = ["--admin-listen", self.admin_address, "--http-listen", self.http_address, *arguments]
         self._arguments = ["--listen", self.address, *arguments]
         self._service: ServiceProcess | None = None
 

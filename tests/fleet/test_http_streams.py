@@ -1,4 +1,4 @@
-"""Completions and chats through `serve`, streamed and whole, while workers are lost."""
+"""Completions and chats over HTTP, streamed and whole, while workers are lost."""
 
 import asyncio
 import signal
@@ -7,7 +7,6 @@ from typing import Any
 import openai
 from fleet_helpers import Serve
 from processes import Workers
-from serve_command import serve_command
 
 MODEL = "tiny-llama"
 WORDS: dict[str, Any] = {"model": MODEL, "max_tokens": 60, "temperature": 1.0, "extra_body": {"ignore_eos": True}}
@@ -33,32 +32,31 @@ async def text(client: openai.AsyncOpenAI, number: int) -> str:
 async def test_lost_workers_are_not_seen_over_http(workers: Workers, serve: Serve) -> None:
     members = workers.up(2)
     fleet = await serve([member.address for member in members])
-    with serve_command(fleet.scheduler.address) as serving:
-        url = f"http://{serving.address}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            undisturbed = await asyncio.gather(*(text(client, number) for number in range(NUM_CALLS)))
-            is_over = False
+    url = f"http://{fleet.scheduler.http_address}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        undisturbed = await asyncio.gather(*(text(client, number) for number in range(NUM_CALLS)))
+        is_over = False
 
-            async def keep_up(number: int) -> None:
-                """The call, made anew as often as it ends, until the workers have been lost."""
-                is_last = False
-                while not is_last:
-                    is_last = is_over
-                    assert await text(client, number) == undisturbed[number]
+        async def keep_up(number: int) -> None:
+            """The call, made anew as often as it ends, until the workers have been lost."""
+            is_last = False
+            while not is_last:
+                is_last = is_over
+                assert await text(client, number) == undisturbed[number]
 
-            async with asyncio.TaskGroup() as calls:
-                for number in range(NUM_CALLS):
-                    calls.create_task(keep_up(number))
-                for num_lost, member in enumerate(members, 1):
-                    await fleet.until(
-                        lambda state: all(worker.connected and worker.num_running > 1 for worker in state.workers)
-                    )
-                    member.signal(signal.SIGKILL)
-                    await fleet.until(
-                        lambda state, num_lost=num_lost: sum(worker.num_losses for worker in state.workers) == num_lost
-                    )
-                    member.wait()
-                    member.start()
-                await fleet.until(lambda state: all(worker.connected for worker in state.workers))
-                is_over = True
+        async with asyncio.TaskGroup() as calls:
+            for number in range(NUM_CALLS):
+                calls.create_task(keep_up(number))
+            for num_lost, member in enumerate(members, 1):
+                await fleet.until(
+                    lambda state: all(worker.connected and worker.num_running > 1 for worker in state.workers)
+                )
+                member.signal(signal.SIGKILL)
+                await fleet.until(
+                    lambda state, num_lost=num_lost: sum(worker.num_losses for worker in state.workers) == num_lost
+                )
+                member.wait()
+                member.start()
+            await fleet.until(lambda state: all(worker.connected for worker in state.workers))
+            is_over = True
     await fleet.check_empty()

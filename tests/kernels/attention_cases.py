@@ -8,7 +8,7 @@ from torch import Tensor
 from triton_helpers import DEVICE, randn, strict
 
 from kernels import reference, triton
-from kernels.attention.metadata import AttentionMetadata
+from kernels.inputs import AttentionMetadata
 
 ops = strict(triton)
 NAN = float("nan")

@@ -19,9 +19,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from kernels import triton as ops
-from kernels.attention.metadata import AttentionMetadata, SharedParts
 from kernels.attention.narrow_cache import stored_size
 from kernels.float8 import FLOAT8, Float8Weight
+from kernels.inputs import AttentionMetadata, SharedParts
 from kernels.ops import LoraWeights
 from kernels.sampling.eager import Draws
 from kernels.triton import invariant, sampling

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import reference
 from kernels.attention import narrow_cache
-from kernels.attention.metadata import AttentionMetadata
+from kernels.inputs import AttentionMetadata, rotary_tables
 
 BLOCK_SIZE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 4, 2, 32
 
@@ -22,7 +21,7 @@ def check_prefix_in_flight(
     generator = torch.Generator().manual_seed(3)
     qkv = torch.randn(14, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM, generator=generator).to(device, dtype)
     positions = torch.tensor([8, 9, *range(9), 8, 9, 10])
-    rotation = tuple(t.to(device) for t in reference.rotary_tables(positions, 100.0 ** -torch.linspace(0, 1, 16), 1.0))
+    rotation = tuple(t.to(device) for t in rotary_tables(positions, 100.0 ** -torch.linspace(0, 1, 16), 1.0))
     tables = torch.tensor([[5, 1, 2], [5, 1, 3], [5, 1, 4]])
     rows = [range(2), range(2, 11), range(11, 14)]
     slots = torch.cat([_slots(table, positions[list(of)]) for table, of in zip(tables, rows, strict=True)]).to(device)

@@ -10,7 +10,7 @@ from attention_cases import CHUNKS, EDGES, Case, make_case
 from torch import Tensor
 from triton_helpers import DEVICE, DTYPES, randn, strict
 
-from kernels.attention.metadata import AttentionMetadata
+from kernels.inputs import AttentionMetadata
 from kernels.triton import invariant
 
 ops = strict(invariant)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.attention import narrow_cache
-from kernels.attention.metadata import AttentionMetadata
+from kernels.inputs import AttentionMetadata, rotary_tables
 from kernels.ops import LoraWeights
 
 NAN = float("nan")
@@ -318,7 +318,7 @@ def test_rotary_embedding(
 ) -> None:
     fused = torch.randn(tokens, heads + 1, head_dim, generator=generator).to(dtype)
     expected = fused.clone()
-    tables = reference.rotary_tables(torch.arange(tokens) * 17, 100.0 ** -torch.linspace(0, 1, pairs), 1.25)
+    tables = rotary_tables(torch.arange(tokens) * 17, 100.0 ** -torch.linspace(0, 1, pairs), 1.25)
     reference.rotary_embedding(expected[:, :heads], *tables)
     kernels.rotary_embedding(fused[:, :heads], *tables)
     close(fused, expected, dtype)
@@ -355,7 +355,7 @@ def test_a_fused_projection_attends_as_its_parts_do(
     norms = tuple(torch.randn(2, 64, generator=generator).to(dtype)) if normed else None
     rotation = None
     if pairs is not None:
-        rotation = reference.rotary_tables(torch.arange(11) * 17, 100.0 ** -torch.linspace(0, 1, pairs), 1.25)
+        rotation = rotary_tables(torch.arange(11) * 17, 100.0 ** -torch.linspace(0, 1, pairs), 1.25)
     arguments = (torch.tensor(slots), metadata, 0.3, 20)
     expected_cache = cache.clone()
     expected = reference.qkv_attention(qkv.clone(), norms, 1e-5, 1.0, rotation, expected_cache, *arguments)
@@ -468,7 +468,7 @@ def test_a_fused_projection_stores_in_8_bits_what_it_would_have_stored(
     tables = metadata.block_tables
     slots = torch.tensor([int(tables[0, 2]) * 16 + 7, *(int(tables[1, p // 16]) * 16 + p % 16 for p in range(24, 33))])
     qkv, norms = torch.randn(10, 8 * 64, generator=generator).to(dtype), tuple(torch.ones(2, 64, dtype=dtype))
-    rotation = reference.rotary_tables(torch.arange(10) * 17, 100.0 ** -torch.linspace(0, 1, 16), 1.25)
+    rotation = rotary_tables(torch.arange(10) * 17, 100.0 ** -torch.linspace(0, 1, 16), 1.25)
     stored = narrow_cache.narrowed(cache)
     found = kernels.qkv_attention(qkv.clone(), norms, 1e-5, 1.0, rotation, stored, slots, metadata, 0.3)
     kernels.qkv_attention(qkv.clone(), norms, 1e-5, 1.0, rotation, cache, slots, metadata, 0.3)

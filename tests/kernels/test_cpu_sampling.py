@@ -20,7 +20,7 @@ VOCABULARIES = [1, 7, 123, 4097, 49152]
 @pytest.fixture
 def ops(cpu_library: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The CPU's sampling with that library."""
-    backend = importlib.import_module("kernels.cpu.sampling")
+    backend = importlib.import_module("kernels.cpu.ops")
     monkeypatch.setattr(backend, "_library", cpu_library)
     return backend
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.attention.metadata import AttentionMetadata
 from kernels.attention.narrow_cache import head_dim_of, narrowed, stored_size, widened
+from kernels.inputs import AttentionMetadata
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.attention.metadata import AttentionMetadata
+from kernels.inputs import AttentionMetadata
 from kernels.reference import paged_attention
 
 NAN = float("nan")

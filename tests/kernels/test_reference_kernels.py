@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
+from kernels.inputs import rotary_tables
 from kernels.linear import quantization
 from kernels.ops import LoraWeights
 
@@ -28,7 +29,7 @@ def test_gated_silu_is_its_formula(generator: torch.Generator) -> None:
 def rotate(x: Tensor, positions: list[int]) -> Tensor:
     frequencies = 100.0 ** -(torch.arange(x.shape[-1] // 2) * 2 / x.shape[-1])
     x = x.clone()
-    reference.rotary_embedding(x, *reference.rotary_tables(torch.tensor(positions), frequencies, 1.0))
+    reference.rotary_embedding(x, *rotary_tables(torch.tensor(positions), frequencies, 1.0))
     return x
 
 

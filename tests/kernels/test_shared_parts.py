@@ -9,7 +9,7 @@ from attention_cases import Case, make_case
 from attention_cases import ops as fastest
 from triton_helpers import DEVICE, DTYPES, strict
 
-from kernels.attention.metadata import SharedParts
+from kernels.inputs import SharedParts
 from kernels.triton import invariant, shared_tokens
 
 ops = strict(invariant)

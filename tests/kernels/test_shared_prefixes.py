@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import narrow_cache
-from kernels.attention.metadata import AttentionMetadata
+from kernels.inputs import AttentionMetadata
 
 CPU = torch.device("cpu")
 BLOCK = 16

@@ -9,6 +9,7 @@ from prefix_in_flight import check_prefix_in_flight
 from triton_helpers import DEVICE, DTYPES, HALF, INTERPRETED, quiet_interpreter, randn, strict
 
 from kernels import reference, triton
+from kernels.inputs import rotary_tables
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -154,7 +155,7 @@ def test_a_layer_attends_from_its_fused_projection() -> None:
     ])  # fmt: skip
     frequencies = 100.0 ** -(torch.arange(5, device=DEVICE) / 5)
     positions = torch.tensor([*range(5), 20, *range(62, 65)], device=DEVICE)
-    rotation = reference.rotary_tables(positions, frequencies, 1.0)
+    rotation = rotary_tables(positions, frequencies, 1.0)
     norms = (randn(10, seed=3), randn(10, seed=4))
     qkv = randn(9, (6 + 2 + 2) * 10, seed=5)
     found, expected = (

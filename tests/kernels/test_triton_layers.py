@@ -5,7 +5,7 @@ import torch
 from triton_helpers import DEVICE, DTYPES, quiet_interpreter, randn, strict
 
 from kernels import composed, reference, triton
-from kernels.attention.metadata import AttentionMetadata
+from kernels.inputs import AttentionMetadata, rotary_tables
 from kernels.ops import LoraWeights
 
 ops = strict(triton)
@@ -56,7 +56,7 @@ def test_add_rms_norm_changes_the_residual_and_normalises_what_is_left_of_the_su
 def test_rotary_embedding(heads: int, head_dim: int, rotary_dim: int, dtype: torch.dtype) -> None:
     positions = torch.tensor([0, 1, 77, 8000, 3], device=DEVICE)
     frequencies = 100.0 ** -(torch.arange(rotary_dim // 2, device=DEVICE) * 2 / rotary_dim)
-    cos, sin = reference.rotary_tables(positions, frequencies, 1.5)
+    cos, sin = rotary_tables(positions, frequencies, 1.5)
     fused = randn(5, 2 * heads * head_dim, dtype=dtype)
     expected = fused.clone()
     for tokens in (5, 1, 0):
@@ -138,7 +138,7 @@ def test_qkv_attention(
     rotation = None
     if rotary_dim:
         frequencies = 100.0 ** -(torch.arange(rotary_dim // 2, device=DEVICE) * 2 / rotary_dim)
-        rotation = reference.rotary_tables(positions, frequencies, 1.5)
+        rotation = rotary_tables(positions, frequencies, 1.5)
     tables = torch.tensor([[4, 1, 6], [0, 0, 0], [2, 5, 0]])
     metadata = AttentionMetadata.build([3, 1, 2], context_lens, tables, DEVICE)
     slots = torch.tensor([18, 19, 20, 0, -1, 16], device=DEVICE)

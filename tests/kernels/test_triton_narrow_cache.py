@@ -9,9 +9,9 @@ from torch import Tensor
 from triton_helpers import DEVICE, INTERPRETED, quiet_interpreter, randn, strict
 
 from kernels import composed, reference, triton
-from kernels.attention.metadata import AttentionMetadata
 from kernels.attention.narrow_cache import narrowed, stored_size, widened
 from kernels.float8 import FLOAT8
+from kernels.inputs import AttentionMetadata, rotary_tables
 
 ops = strict(triton)
 needs_gpu = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter rounds e4m3 wrongly: it needs a GPU")
@@ -141,7 +141,7 @@ def test_a_fused_projection_is_stored_in_8_bits(
     rotation = None
     if rotary_dim:
         frequencies = 100.0 ** -(torch.arange(rotary_dim // 2, device=DEVICE) * 2 / rotary_dim)
-        rotation = reference.rotary_tables(positions, frequencies, 1.5)
+        rotation = rotary_tables(positions, frequencies, 1.5)
     found, expected = cache.clone(), cache.clone()
     arguments = (norms, 1e-5, 1.0, rotation)
     attended = ops.qkv_attention(qkv.clone(), *arguments, found, slots, metadata, head_dim**-0.5)

@@ -15,7 +15,6 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from sampler_numbers import FLOATS
-from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from pagewire.v1 import admin_service_pb2 as admin
 from pagewire.v1 import inference_service_pb2 as pb
@@ -165,32 +164,6 @@ def sounds(draw: Draw) -> pb.TranscribeRequest:
     )
 
 
-def gateways(draw: Draw) -> vllm.GenerateRequest:
-    tokenized = vllm.TokenizedInput(input_ids=[5])
-    return draw.choice(
-        [
-            lambda: vllm.GenerateRequest(request_id="x"),
-            lambda: vllm.GenerateRequest(tokenized=vllm.TokenizedInput(input_ids=[2**32 - 1])),
-            lambda: vllm.GenerateRequest(tokenized=vllm.TokenizedInput(input_ids=[5] * 100_000)),
-            lambda: vllm.GenerateRequest(tokenized=tokenized, sampling_params=vllm.SamplingParams(temperature=NAN)),
-            lambda: vllm.GenerateRequest(tokenized=tokenized, sampling_params=vllm.SamplingParams(n=2**32 - 1)),
-            lambda: vllm.GenerateRequest(tokenized=tokenized, sampling_params=vllm.SamplingParams(logprobs=-1)),
-            lambda: vllm.GenerateRequest(tokenized=tokenized, sampling_params=vllm.SamplingParams(regex="(" * 999)),
-            lambda: vllm.GenerateRequest(tokenized=tokenized, kv_transfer_params_json="{}"),
-            lambda: vllm.GenerateRequest(tokenized=tokenized, request_id="x" * 10_000),
-        ]
-    )()
-
-
-def gateways_embeds(draw: Draw) -> vllm.EmbedRequest:
-    ids = draw.choice([[], [2**32 - 1], [5] * 10_000])
-    return vllm.EmbedRequest(request_id="x" * draw.choice([1, 10_000]), tokenized=vllm.TokenizedInput(input_ids=ids))
-
-
-def aborts(draw: Draw) -> vllm.AbortRequest:
-    return vllm.AbortRequest(request_ids=["x" * 100] * draw.choice([129, 5000]))
-
-
 def probes(draw: Draw) -> health_pb2.HealthCheckRequest:
     return health_pb2.HealthCheckRequest(service=draw.choice(["x", "../..", "x" * 300, "x" * 10_000]))
 
@@ -223,9 +196,7 @@ def adapters(draw: Draw) -> admin.LoadAdapterRequest:
     return admin.LoadAdapterRequest(name=draw.choice(["", "../../etc/passwd", "/etc", "x" * 10_000, "\0"]))
 
 
-INFERENCE, GATEWAYS, OPERATORS = (
-    *("/pagewire.v1.InferenceService/", "/vllm.grpc.engine.VllmEngine/", "/pagewire.v1.AdminService/"),
-)
+INFERENCE, OPERATORS = "/pagewire.v1.InferenceService/", "/pagewire.v1.AdminService/"
 HEALTH, REFLECTION = "/grpc.health.v1.Health/", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
 
@@ -263,9 +234,6 @@ KINDS = [
     Kind(f"{INFERENCE}Score", scores, REFUSED),
     Kind(f"{INFERENCE}Score", named_scores, NAMED),
     Kind(f"{INFERENCE}Transcribe", sounds, REFUSED | {Code.UNIMPLEMENTED}),
-    Kind(f"{GATEWAYS}Generate", gateways, REFUSED),
-    Kind(f"{GATEWAYS}Embed", gateways_embeds, REFUSED),
-    Kind(f"{GATEWAYS}Abort", aborts, REFUSED),
     Kind(f"{HEALTH}Check", probes, REFUSED | {Code.NOT_FOUND}),
     Kind(f"{HEALTH}Watch", probes, REFUSED | {Code.OK}),
     Kind(REFLECTION, reflections, frozenset({Code.OK, Code.INVALID_ARGUMENT})),
@@ -276,10 +244,7 @@ KINDS = [
     Kind(f"{OPERATORS}LoadAdapter", adapters, REFUSED | {Code.NOT_FOUND, Code.FAILED_PRECONDITION}),
     Kind(f"{OPERATORS}UnloadAdapter", adapters, REFUSED | {Code.NOT_FOUND}),
 ]
-OTHERS = (
-    *(f"{INFERENCE}{name}" for name in ("Abort", "GetModel", "Tokenize", "Detokenize")),
-    *(f"{GATEWAYS}{name}" for name in ("GetModelInfo", "GetServerInfo")),
-)
+OTHERS = tuple(f"{INFERENCE}{name}" for name in ("Abort", "GetModel", "Tokenize", "Detokenize"))
 """Methods that receive changed bytes of other methods' requests."""
 
 

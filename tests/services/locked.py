@@ -17,6 +17,7 @@ from test_processes import WORKER_SIZES, Start, start  # noqa: F401  # a fixture
 
 from pagewire_client import SamplingParams
 from pagewire_client.channel import connect, key_metadata
+from pagewire_common.serving.reflection import _describe_v1
 from scheduler_service.access.keys import ApiKey, Keyring, digest_of
 
 KEYS = {"gold": "key of gold", "iron": "key of iron", "two": "key of two calls", "admin": "key of an operator"}
@@ -58,6 +59,7 @@ async def methods(channel: grpc.aio.Channel, metadata: Any) -> list[str]:
     await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
     names = [service.name for service in (await call.read()).list_services_response.service]
     call.cancel()
+    _describe_v1()
     pool = descriptor_pool.Default()
     services = [pool.FindServiceByName(name) for name in names]
     return [f"/{service.full_name}/{method.name}" for service in services for method in service.methods]

@@ -17,9 +17,9 @@ from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire_common.calls.errors import RequestError
 from scheduler_service.engine.front_ends.servicer import FrontEndConnection
 from scheduler_service.frontend.calls import generation
-from scheduler_service.frontend.link import admissions
-from scheduler_service.frontend.link.admissions import Admissions
+from scheduler_service.frontend.link import engine_link
 from scheduler_service.frontend.link.engine_call import EngineCall
+from scheduler_service.frontend.link.engine_link import Admissions
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output.request import GenerationRequest
 from scheduler_service.wire.sampling import RequestSampling
@@ -134,9 +134,11 @@ async def test_a_flood_of_refused_requests_is_not_checked(
 ) -> None:
     check, checked = generation.check_request, list[str]()
 
-    async def noted(message: inference.GenerateRequest, request_id: str, model: ServedModel) -> GenerationRequest:
+    async def noted(
+        message: inference.GenerateRequest, request_id: str, model: ServedModel, output: generation.ChatOutput
+    ) -> GenerationRequest:
         checked.append(request_id)
-        return await check(message, request_id, model)
+        return await check(message, request_id, model, output)
 
     monkeypatch.setattr(generation, "check_request", noted)
     worker = FakeWorkerService(byte_tokenizer_directory)
@@ -229,7 +231,7 @@ async def test_only_the_refused_api_key_waits_for_answers_and_only_for_some_seco
     assert admitted.must_wait("flood")
     assert not admitted.must_wait("calm")
     assert admitted.num_bytes == 0
-    monkeypatch.setattr(admissions, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(engine_link, "WAIT_SECONDS", 0.0)
     assert not admitted.must_wait("flood")
 
 

@@ -132,8 +132,8 @@ def test_positions_of_a_prompt_that_was_given_up_are_bounded() -> None:
 
 LIES: dict[str, tuple[TokenLogprobs, str]] = {
     "about another token": (TokenLogprobs([6, 5, 7], [-1.0] * 3, 1), "they are for another token"),
-    "no rank": (TokenLogprobs([5, 5, 7], [-1.0] * 3, 0), "a rank that does not exist"),
-    "a rank behind the last": (TokenLogprobs([5, 5, 7], [-1.0] * 3, 101), "a rank that does not exist"),
+    "no rank": (TokenLogprobs([5, 5, 7], [-1.0] * 3, 0), "an impossible rank"),
+    "a rank behind the last": (TokenLogprobs([5, 5, 7], [-1.0] * 3, 101), "an impossible rank"),
     "one of the likeliest twice": (TokenLogprobs([5, 7, 7], [-1.0] * 3, 1), "or one twice"),
     "a token that does not exist": (TokenLogprobs([5, 5, 100], [-1.0] * 3, 1), "or beyond the vocabulary"),
     "too few": (TokenLogprobs([5, 5], [-1.0] * 2, 1), "1 likeliest tokens instead of 2"),

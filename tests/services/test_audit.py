@@ -5,12 +5,15 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import grpc
 import pytest
 from engines import until
 from fake_worker_service import FakeWorkerService, serving
+from http_edge import http_edge
 from locked import KEYRING, KEYS, OPEN, code_of, codes, refused
 from scheduler_in_process import InProcess, scheduler
+from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 
 from pagewire.v1 import admin_service_pb2 as admin_pb
@@ -21,7 +24,6 @@ from pagewire_client.channel import key_metadata
 from scheduler_service.access import audit
 
 SECRET = "a secret that no line may tell"
-PROBE = "/vllm.grpc.engine.VllmEngine/HealthCheck"
 OWN_LINES = {"Generate", "Embed", "Score", "Transcribe"}
 
 
@@ -44,9 +46,8 @@ async def test_every_method_that_reflection_lists_leaves_a_line_with_the_key_tha
     for target in (locked.target, locked.admin_target):
         with capture_logs() as logs:
             found = await codes(target, KEYS["admin"])
-            expected = {method for method in found if not method.startswith(OPEN) and method != PROBE}
+            expected = {method for method in found if not method.startswith(OPEN)}
             own = {method for method in expected if method.rpartition("/")[2] in OWN_LINES and found[method]}
-            own -= {"/vllm.grpc.engine.VllmEngine/Score", "/vllm.grpc.engine.VllmEngine/Transcribe"}
             # The call that listed the methods has one as well.
             most = len(expected)
             await until(lambda found=logs, most=most: len(closed(found)) > most)
@@ -118,6 +119,33 @@ async def test_a_request_that_is_refused_before_it_is_read_leaves_a_line(locked:
             await until(lambda: closed(logs))
     (line,) = closed(logs)
     assert (line["method"], line["status"], line["api_key"]) == (method, "INVALID_ARGUMENT", "gold-1")
+
+
+async def test_a_request_over_http_leaves_one_line_with_its_route_its_status_and_why(locked: InProcess) -> None:
+    """The client's own name of the request is in the line and in the answer."""
+    chat = {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 2}
+    asked: list[tuple[str, dict[str, Any], str, int, str]] = [
+        ("/v1/completions", {"prompt": SECRET, "max_tokens": 2}, "iron", 200, ""),
+        ("/v1/chat/completions", chat, "iron", 200, ""),
+        ("/v1/chat/completions", chat | {"model": "x"}, "iron", 404, "there is no model 'x'; this server has fake"),
+        ("/v1/chat/completions", chat | {"temperature": -1}, "iron", 400, "temperature is -1"),
+        ("/v1/embeddings", {"input": 3}, "iron", 400, "input does not have the form"),
+        ("/v1/chat/completions", chat, "none", 401, "API key"),
+        ("/x", {}, "iron", 404, "POST /x is not served here"),
+    ]
+    async with http_edge(locked.link) as url, aiohttp.ClientSession() as session:
+        for number, (path, body, key, status, reason) in enumerate(asked):
+            headers = {"Authorization": f"Bearer {KEYS.get(key, key)}", "X-Request-Id": f"mine-{number}"}
+            with capture_logs([merge_contextvars]) as logs:
+                posted = session.post(url + path, json=body, headers=headers)
+                async with posted as answer:
+                    assert (answer.status, answer.headers["X-Request-Id"]) == (status, f"mine-{number}")
+                await until(lambda found=logs: closed(found))
+            (line,) = closed(logs)
+            assert (line["route"], line["client_request_id"]) == (f"POST {path}", f"mine-{number}")
+            assert line["status"] in (status, "OK" if status == 200 else "INVALID_ARGUMENT")
+            assert reason in line.get("reason", ""), line
+            assert SECRET not in json.dumps(logs, default=str)
 
 
 async def test_a_flood_of_wrong_keys_is_a_few_lines_and_a_number(

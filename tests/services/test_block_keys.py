@@ -10,7 +10,7 @@ from fake_worker_service import FakeWorkerService, serving
 from scheduler_service.core import SamplingParams
 from scheduler_service.frontend.link import engine_call
 from scheduler_service.frontend.output.request import GenerationRequest, Resumption
-from scheduler_service.wire.front_end import KEY_BYTES
+from scheduler_service.wire.messages import KEY_BYTES
 
 
 @pytest.mark.parametrize("output", [(), ((73,) * 30,)])

@@ -1,11 +1,13 @@
 """A chat template says what it says in transformers, and reaches nothing beyond its messages."""
 
+from typing import Any
+
 import pytest
 from jinja2 import TemplateError as JinjaError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from scheduler_service.frontend.text.chat_template import ChatTemplate
-from scheduler_service.frontend.text.encoding_errors import TemplateError
+from scheduler_service.frontend.rendering.chat_template import ChatTemplate
+from scheduler_service.frontend.rendering.encoding_errors import TemplateError
 
 MAX = 10_000
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "image_token": "<image>"}
@@ -52,13 +54,17 @@ REFUSED = {
 }
 
 
+def variables(chat: list[dict[str, str]]) -> dict[str, Any]:
+    return {"messages": chat, "tools": None, "documents": None, "add_generation_prompt": True}
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_renders_as_in_transformers(name: str) -> None:
     for chat in CHATS:
         (expected,), _ = render_jinja_template(
             [chat], chat_template=TEMPLATES[name], add_generation_prompt=True, **TOKENS
         )
-        assert ChatTemplate(TEMPLATES[name], TOKENS).render(chat, MAX) == expected
+        assert ChatTemplate(TEMPLATES[name], TOKENS).render(variables(chat), MAX) == expected
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -68,6 +74,17 @@ def test_what_transformers_refuses_is_refused(name: str) -> None:
         with pytest.raises((JinjaError, ArithmeticError, OverflowError)) as refusal:
             render_jinja_template([chat], chat_template=REFUSED[name], add_generation_prompt=True)
         with pytest.raises(TemplateError, match="the model's chat template refuses these messages: ") as error:
-            template.render(chat, MAX)
+            template.render(variables(chat), MAX)
         if "own" in name:
             assert str(error.value).endswith(str(refusal.value))
+
+
+def test_the_variables_of_a_template_are_those_that_it_does_not_set_itself() -> None:
+    source = (
+        "{% for m in messages %}{% set role = m.role %}{{ role }}{% endfor %}{{ role }}"
+        "{% if a is not defined %}{% set a = 1 %}{% endif %}{% set b = b if b is defined else 2 %}"
+        "{% set c = c | default(3) %}{{ d }}{% macro f(e, d) %}{{ e ~ g ~ d }}{% endmacro %}{{ f(a) }}"
+        "{% set h = 4 %}{{ h }}"
+        "{% if d %}{% set k = 1 %}{% endif %}{{ k }}{{ raise_exception }}{{ range }}"
+    )
+    assert ChatTemplate(source, TOKENS).names == {"messages", "a", "b", "c", "d", "g"}

@@ -3,7 +3,7 @@ from hypothesis import strategies as st
 
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1.sequence_group_pb2 import GroupSampling
-from scheduler_service.wire.fields import SHORT, fill_column
+from scheduler_service.wire.messages import SHORT, fill_column
 
 NUMBERS = st.integers(0, 2**32 - 1) | st.integers(0, 35).map(lambda bits: min(2**bits, 2**32 - 1))
 

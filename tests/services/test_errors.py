@@ -13,7 +13,8 @@ from locked import refused
 from scheduler_in_process import scheduler
 
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire_common.calls.errors import ErrorInterceptor, RequestError, RequestLimits
+from pagewire_common.calls.errors import ErrorInterceptor, RequestError
+from pagewire_common.calls.request_limits import RequestLimits
 
 
 class Deaf:

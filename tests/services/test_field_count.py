@@ -4,7 +4,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire_common.calls.field_count import has_more_fields, num_opaque_bytes
+from pagewire_common.calls.request_limits import has_more_fields, num_opaque_bytes
 
 REQUESTS = st.builds(
     lambda text, messages, biases, stop, allowed, outputs, number: pb.GenerateRequest(

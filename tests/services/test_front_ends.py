@@ -30,11 +30,13 @@ from pagewire_common.calls.errors import RequestError
 from pagewire_common.serving.server import LIVENESS
 from pagewire_common.start_error import StartError
 from scheduler_service import server as engine_server
-from scheduler_service.engine.calls.outbox import Outbox
+from scheduler_service.engine.calls.calls import Outbox
 from scheduler_service.engine.front_ends import processes as front_end_processes
 from scheduler_service.engine.front_ends import servicer as engine_servicer
 from scheduler_service.engine.front_ends.processes import FrontEndProcesses
 from scheduler_service.frontend import server as front_end_server
+from scheduler_service.frontend.http.limits import Limits
+from scheduler_service.frontend.http.server import HttpServer
 from scheduler_service.frontend.link.engine_link import EngineLink
 from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.frontend.output.streams import OutputDelta
@@ -150,7 +152,7 @@ async def test_health_and_liveness_tell_of_an_engine_that_hangs(
     async with serving(FakeWorkerService(byte_tokenizer_directory)) as address, running(address) as one:
         server = front_end_server.front_end_server(one.link, shares_port=False)
         target = await server.start("127.0.0.1:0")
-        watching = asyncio.create_task(front_end_server.watch_engine(one.link, server))
+        watching = asyncio.create_task(front_end_server.watch_engine(one.link, server, HttpServer(one.link, Limits())))
         async with grpc.aio.insecure_channel(target) as channel:
             watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=LIVENESS))
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 from embedding_helpers import serving
 from hypothesis import given
 from hypothesis import strategies as st
-from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from structlog.testing import capture_logs
 from tiny_model import write_tiny_llama
 from transformers import AutoModelForCausalLM
@@ -25,9 +25,9 @@ from pagewire_common.model_files.generation_config import GenerationConfig, Gene
 from pagewire_common.model_files.generation_keys import MAX_LISTED, kinds
 from pagewire_common.start_error import StartError
 from scheduler_service.engine.worker_link.client import TOKENIZER_FILES
+from scheduler_service.frontend.http.openai.chat_fields import ChatFields, chat_params
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.speech.speech_tokens import SpeechTokens
-from scheduler_service.frontend.vllm_engine_codec import decode_request
 from worker_service.loading.tokenizer_files import NAMES
 
 VOCABULARY = 60_000
@@ -75,11 +75,12 @@ def defaults(generation: Mapping[str, Any]) -> GenerationDefaults:
 
 def test_sound_values_are_taken() -> None:
     assert defaults(SOUND) == GenerationDefaults(
-        **{name: value for name, value in SOUND.items() if name != "do_sample"}
+        **{name: value for name, value in SOUND.items() if name != "do_sample"}, http_temperature=0.6
     )
-    assert defaults({"temperature": 0.6, "top_p": None}) == GenerationDefaults()
+    assert defaults({"temperature": 0.6, "top_p": None}) == GenerationDefaults(http_temperature=0.6)
     assert defaults({"do_sample": True}) == GenerationDefaults(temperature=1.0)
-    assert defaults({"do_sample": True, "temperature": 0}) == GenerationDefaults()
+    assert defaults({"do_sample": True, "temperature": 0}) == GenerationDefaults(http_temperature=0.0)
+    assert defaults({"do_sample": False}) == GenerationDefaults(http_temperature=0.0)
 
 
 @pytest.mark.parametrize("generation", PUBLISHED.values(), ids=PUBLISHED)
@@ -317,12 +318,16 @@ def test_what_a_model_that_hears_cannot_be_told_is_refused(said: dict[str, Any],
         spoken(**said)
 
 
-def test_a_gateways_request_without_a_least_length_has_the_models_own() -> None:
-    """Its protocol sends 0 where nothing was said."""
-    message = vllm.GenerateRequest(text="a")
-    assert not decode_request(message).sampling.HasField("min_tokens")
-    message.sampling_params.min_tokens = 3
-    assert decode_request(message).sampling.min_tokens == 3
+def test_over_http_the_temperature_is_1_unless_the_request_or_the_file_says_another(byte_model: ServedModel) -> None:
+    cases: list[tuple[dict[str, Any], dict[str, Any], float]] = [
+        ({}, {}, 1.0),
+        ({"temperature": 0.6}, {}, 0.6),
+        ({"temperature": 0.6}, {"temperature": 0}, 0.0),
+    ]
+    for said, asked, expected in cases:
+        model = replace(byte_model, defaults=defaults(said))
+        fields = ChatFields.model_validate({"messages": []} | asked)
+        assert chat_params(fields, model).temperature == pytest.approx(expected)
 
 
 def test_schedulers_take_every_file_that_workers_send() -> None:

@@ -5,6 +5,7 @@ import functools
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -14,16 +15,20 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from cluster import halted, until_idle, until_requests
-from http_edge import http_edge
-from test_openai import MODEL, PARAMETERS, WORDS
+from http_requests import MODEL, PARAMETERS, WORDS
+from tiny_model import SPECIAL_TOKENS
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import Client, LocalServer, SamplingParams
-from pagewire_client.http.call import Call, Held, Room
-from pagewire_client.http.completion_fields import CompletionFields, sampling_params
-from pagewire_client.http.completions import complete
-from pagewire_client.http.token_texts import TokenTexts
 from pagewire_client.llm import Completion, collect
+from pagewire_common.calls.errors import RequestError
+from pagewire_common.calls.request_limits import RequestLimits
+from scheduler_service.frontend.http.call import Call
+from scheduler_service.frontend.http.limits import Held, Room
+from scheduler_service.frontend.http.openai.completion_fields import CompletionFields, completion_params
+from scheduler_service.frontend.http.openai.completions import complete
+from scheduler_service.frontend.http.token_texts import TokenTexts
+from scheduler_service.frontend.model import ServedModel
 
 IDS = [72, 73, 74, 75]
 PROMPTS: list[Any] = ["hello", "one two", "hello"]
@@ -40,8 +45,7 @@ MORE: list[dict[str, Any]] = [
 
 @pytest.fixture
 async def url(tiny_server: LocalServer) -> AsyncIterator[str]:
-    async with http_edge(tiny_server.target, MODEL) as url:
-        yield url
+    yield tiny_server.http_url
     (worker,) = (await until_idle(tiny_server.admin_target)).workers
     assert worker.num_free_device_blocks == worker.num_device_blocks
 
@@ -185,12 +189,12 @@ async def test_beams_forms_and_biases(client: openai.AsyncOpenAI, ours: Client) 
 
 
 @pytest.mark.parametrize("strict", [True, False, None])
-def test_a_strict_schema_is_strict(strict: bool | None) -> None:
+def test_a_strict_schema_is_strict(byte_model: ServedModel, strict: bool | None) -> None:
     schema = {"name": "x", "schema": {"properties": {"a": True}}, "strict": strict}
     fields = CompletionFields.model_validate(
         {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": schema}}
     )
-    assert sampling_params(fields).strict is (strict is True)
+    assert completion_params(fields, byte_model).strict is (strict is True)
 
 
 async def test_a_stream_has_its_usage_at_the_end(client: openai.AsyncOpenAI) -> None:
@@ -219,7 +223,7 @@ async def test_a_stream_has_its_usage_at_the_end(client: openai.AsyncOpenAI) -> 
         ({"prompt": ["x", "x" * 600]}, 400, "tokens"),
         ({"prompt": [1, "x"]}, 400, "prompt does not have the form"),
         ({"prompt": [10**6]}, 400, "token_ids"),
-        ({"prompt": "x", "model": "other"}, 404, "the model is 'tiny-llama'"),
+        ({"prompt": "x", "model": "other"}, 404, "this server has tiny-llama"),
         ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens is 0"),
         ({"prompt": "x", "max_tokens": 0, "echo": True, "stream": True}, 400, "cannot be streamed"),
         ({"prompt": "x", "logprobs": 1, "echo": True, "stream": True}, 400, "cannot be streamed"),
@@ -249,6 +253,7 @@ async def test_a_stream_has_its_usage_at_the_end(client: openai.AsyncOpenAI) -> 
         ({"prompt": "x", "regex": "("}, 400, "regex"),
         ({"prompt": "x", "stream": True, "regex": "("}, 400, "regex"),
         ({"prompt": "x", "echo": 1}, 400, "echo: "),
+        ({"prompt": "x", "stream_options": {"include_usage": True}}, 400, "stream_options needs stream: true"),
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -258,6 +263,98 @@ async def test_what_cannot_be_is_an_error_as_openai_has_them(
     async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/completions", json=body) as response:
         assert response.status == status
         assert words in (await response.json())["error"]["message"]
+
+
+async def test_answers_have_token_ids_and_the_prompts_log_probabilities(
+    client: openai.AsyncOpenAI, ours: Client
+) -> None:
+    ids = list(await ours.tokenize("one two"))
+    words = WORDS | {"prompt_logprobs": 1, "return_token_ids": True, "logprobs": 0, "return_tokens_as_token_ids": True}
+    completion = await collect(ours, ids, SamplingParams(**WORDS, prompt_logprobs=1))
+    (choice,) = (await create(client, "one two", **words)).model_dump()["choices"]
+    assert choice["prompt_token_ids"] == ids
+    assert choice["token_ids"] == list(completion.outputs[0].token_ids)
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token_id}" for token_id in choice["token_ids"]]
+    assert choice["prompt_logprobs"][0] is None
+    chosen = [
+        one[str(token_id)]["logprob"] for one, token_id in zip(choice["prompt_logprobs"][1:], ids[1:], strict=True)
+    ]
+    assert chosen == pytest.approx([one.chosen.logprob for one in completion.prompt_logprobs])
+
+
+async def test_a_stream_has_token_ids_and_its_usage_so_far(client: openai.AsyncOpenAI, ours: Client) -> None:
+    options = {"continuous_usage_stats": True}
+    stream = await create(client, ["one two", "x"], stream=True, return_token_ids=True, stream_options=options, **WORDS)
+    *events, last = [event.model_dump() async for event in stream]
+    prompts: dict[int, list[int]] = {}
+    num_tokens = 0
+    for event in events:
+        (choice,) = event["choices"]
+        if found := choice.get("prompt_token_ids"):
+            assert choice["index"] not in prompts
+            prompts[choice["index"]] = found
+        num_tokens += len(choice["token_ids"])
+        assert event["usage"]["completion_tokens"] == num_tokens
+        assert event["usage"]["prompt_tokens"] == last["usage"]["prompt_tokens"]
+    assert prompts == {0: list(await ours.tokenize("one two")), 1: list(await ours.tokenize("x"))}
+    assert last["usage"]["completion_tokens"] == num_tokens == 40
+
+
+async def test_a_chats_stream_has_its_prompts_token_ids_once(client: openai.AsyncOpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "n": 2}
+    more = {"return_token_ids": True}
+    whole = await client.chat.completions.create(**asked, extra_body=more)
+    stream = await client.chat.completions.create(**asked, stream=True, extra_body=more)
+    shown = [event.model_dump().get("prompt_token_ids") async for event in stream]
+    assert [one for one in shown if one] == [whole.model_dump()["prompt_token_ids"]]
+    assert shown[0]
+
+
+@pytest.mark.parametrize("include", [None, True, False])
+@pytest.mark.parametrize("continuous", [True, False])
+async def test_usage_is_in_the_events_that_ask_for_it(
+    client: openai.AsyncOpenAI, include: bool | None, continuous: bool
+) -> None:
+    options: dict[str, Any] = {"include_usage": include, "continuous_usage_stats": continuous}
+    messages: list[Any] = [{"role": "user", "content": "hi"}]
+    for stream in (
+        await create(client, "x", stream=True, stream_options=options, max_tokens=3),
+        await client.chat.completions.create(  # type: ignore[call-overload]
+            model=MODEL, messages=messages, stream=True, stream_options=options, max_tokens=3
+        ),
+    ):
+        *events, last = [event async for event in stream]
+        in_events = continuous and include is not False
+        assert {event.usage is not None for event in events} == {in_events}
+        assert (last.usage is not None) is (in_events or include is True)
+
+
+@pytest.mark.parametrize("add", [True, False])
+async def test_special_tokens_are_not_added_by_a_tokenizer_that_has_none_to_add(
+    url: str, ours: Client, add: bool
+) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    async with aiohttp.ClientSession() as session:
+        for given, expected in (
+            ({"prompt": "hi"}, await ours.tokenize("hi")),
+            ({"messages": messages}, await ours.tokenize(messages)),
+        ):
+            async with session.post(f"{url}/tokenize", json=given | {"add_special_tokens": add}) as response:
+                assert (await response.json())["tokens"] == list(expected)
+
+
+async def test_a_prompt_is_cut_and_its_special_tokens_are_read_where_asked(
+    client: openai.AsyncOpenAI, ours: Client
+) -> None:
+    more = {"return_token_ids": True, "max_tokens": 2}
+    for given in ("one two", list(await ours.tokenize("one two"))):
+        (choice,) = (await create(client, given, truncate_prompt_tokens=2, **more)).choices
+        assert choice.prompt_token_ids == list(await ours.tokenize("one two"))[-2:]
+    for parse in (True, False):
+        text = f"a{SPECIAL_TOKENS[0]}b"
+        expected = await ours.tokenize(text, parse_special_tokens=parse)
+        (choice,) = (await create(client, text, parse_special_tokens=parse, **more)).choices
+        assert choice.prompt_token_ids == list(expected)
 
 
 async def test_a_part_that_is_null_is_not_given(client: openai.AsyncOpenAI) -> None:
@@ -270,59 +367,50 @@ async def test_a_part_that_is_null_is_not_given(client: openai.AsyncOpenAI) -> N
     assert whole.choices[0].text
 
 
-class _Broken(grpc.aio.AioRpcError):
-    def __init__(self) -> None:
-        super().__init__(grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), "it broke")
-
-
-class _FakeStub:
+class _FakeService:
     """Of a scheduler whose messages are large; one of its streams breaks when the other's event is half written."""
 
-    def __init__(self, breaks: bool) -> None:
+    def __init__(self, model: ServedModel, *, breaks: bool) -> None:
         self.writes = asyncio.Semaphore(0)
-        self._breaks = breaks
+        self._model, self._breaks = model, breaks
+        self.link = SimpleNamespace(request_limits=lambda: RequestLimits(1 << 20))
 
-    def Generate(self, asked: pb.GenerateRequest, metadata: Any) -> "_FakeCall":  # noqa: N802
-        return _FakeCall(self, breaks=self._breaks and asked.text == "breaks")
+    async def model(self) -> ServedModel:
+        return self._model
 
+    @asynccontextmanager
+    async def generate(self, asked: pb.GenerateRequest, _: Any) -> AsyncIterator[AsyncIterator[pb.GenerateResponse]]:
+        yield self._messages(breaks=self._breaks and asked.text == "breaks")
 
-class _FakeCall:
-    def __init__(self, stub: _FakeStub, *, breaks: bool) -> None:
-        self._stub, self._breaks = stub, breaks
-        self._is_cancelled = False
-
-    async def __aiter__(self) -> AsyncIterator[pb.GenerateResponse]:
+    async def _messages(self, *, breaks: bool) -> AsyncIterator[pb.GenerateResponse]:
         for number in range(4):
-            if self._breaks and number:
-                await self._stub.writes.acquire()
-                raise _Broken
-            if self._is_cancelled:
-                raise asyncio.CancelledError
+            if breaks and number:
+                await self.writes.acquire()
+                raise RequestError(grpc.StatusCode.INTERNAL, "it broke")
             yield pb.GenerateResponse(text="x" * 500, token_ids=[1])
-
-    def cancel(self) -> None:
-        self._is_cancelled = True
 
 
 @pytest.mark.parametrize("breaks", [False, True])
-async def test_events_of_several_prompts_are_not_mixed(breaks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_events_of_several_prompts_are_not_mixed(
+    byte_model: ServedModel, breaks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Though each is written in several parts, between which others are."""
-    stub = _FakeStub(breaks)
+    service: Any = _FakeService(byte_model, breaks=breaks)
     write = web.StreamResponse.write
 
     async def slow_write(response: web.StreamResponse, data: Any) -> None:
         await write(response, data)
         if response.content_length is None:
-            stub.writes.release()
+            service.writes.release()
             for _ in range(5):
                 await asyncio.sleep(0)
 
     monkeypatch.setattr(web.StreamResponse, "write", slow_write)
-    monkeypatch.setattr("pagewire_client.http.call.PIECE_BYTES", 64)
+    monkeypatch.setattr("scheduler_service.frontend.http.writing.PIECE_BYTES", 64)
 
     async def handle(request: web.Request) -> web.StreamResponse:
         with Held(Room(1 << 20)) as held:
-            return await complete(Call(request, stub, (), (), MODEL, held, 1 << 20, 60.0, TokenTexts()))
+            return await complete(Call(request, service, (), held, 60.0, TokenTexts()))
 
     app = web.Application()
     app.router.add_post("/", handle)

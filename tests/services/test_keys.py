@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pagewire_common.calls.errors import RequestError
 from scheduler_service.access.keys import MAX_BYTES, ApiKey, Keyring, digest_of, parse_keys, read_keys
-from scheduler_service.access.quotas import Quotas
+from scheduler_service.engine.calls.admission import Quotas
 
 DIGEST = hashlib.sha256(b"secret").hexdigest()
 

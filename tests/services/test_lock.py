@@ -23,8 +23,7 @@ from scheduler_service.access.keys import ApiKey, Keyring, digest_of
 from scheduler_service.core import SamplingParams as CoreParams
 from scheduler_service.core import SequenceGroup
 from scheduler_service.engine.calls.admission import Admission
-from scheduler_service.engine.calls.calls import Call
-from scheduler_service.engine.calls.outbox import Outbox
+from scheduler_service.engine.calls.calls import Call, Outbox
 from scheduler_service.frontend.server import front_end_server
 from scheduler_service.settings import SchedulerSettings
 
@@ -54,11 +53,6 @@ async def test_a_key_opens_what_it_is_for(locked: InProcess, key: str, may_admin
         assert not closed & of_operators
     else:
         assert of_operators == {grpc.StatusCode.PERMISSION_DENIED}
-
-
-async def test_the_protocol_of_gateways_is_behind_the_same_lock(locked: InProcess) -> None:
-    listed = await codes(locked.target, "")
-    assert listed["/vllm.grpc.engine.VllmEngine/Generate"] is grpc.StatusCode.UNAUTHENTICATED
 
 
 async def test_a_request_is_its_keys_tenants_alone(locked: InProcess) -> None:

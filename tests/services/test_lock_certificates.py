@@ -1,4 +1,4 @@
-"""Which certificate opens which port, before and after they are renewed: ports of a scheduler, a worker and `serve`.
+"""Which certificate opens which port, before and after they are renewed: ports of a scheduler and a worker.
 
 All want certificates of one authority.
 """
@@ -20,7 +20,6 @@ from certificates import fill, strangers
 from cluster import OWN
 from locked import OPEN, code_of, methods
 from ports import free_address
-from serve_command import serve_command
 from test_processes import WORKER_SIZES
 
 from pagewire_client.channel import connect, key_metadata
@@ -28,7 +27,7 @@ from pagewire_client.local import ServiceProcess
 from pagewire_common.connection.tls import TlsFolder, secure_channel
 
 KEY = "key of an operator"
-SERVERS = ("scheduler", "worker", "openai")
+SERVERS = ("scheduler", "worker")
 BY_GRPC = ("clients", "operators", "worker")
 BY_HTTPS = ("metrics", "worker's metrics", "http")
 
@@ -97,6 +96,7 @@ def locked(tiny_model_directory: Path, tmp_path_factory: pytest.TempPathFactory)
         *("--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0", "--model", str(tiny_model_directory), *metrics),
         *("--workers", address, "--worker-tls", str(folder / "scheduler"), "--worker-identity", "worker"),
         *("--tls", str(folder / "scheduler"), "--mutual-tls", "--api-keys", str(keys)),
+        *("--http-listen", "127.0.0.1:0"),
     ]
     with ExitStack() as stack:
         worker = ServiceProcess("worker_service", worker_arguments)
@@ -104,12 +104,11 @@ def locked(tiny_model_directory: Path, tmp_path_factory: pytest.TempPathFactory)
         ports = {"worker": address, "worker's metrics": str(worker.wait_for("metrics", 60)["address"])}
         scheduler = ServiceProcess("scheduler_service", scheduler_arguments)
         stack.callback(scheduler.stop)
-        for port, event in (("metrics", "metrics"), ("operators", "admin listening"), ("clients", "listening")):
+        for port, event in (("metrics", "metrics"), ("operators", "admin listening")):
             ports[port] = str(scheduler.wait_for(event, 60)["address"])
-        own = str(folder / "openai")
-        options = ("--tls", own, "--http-tls", own, "--http-mutual-tls")
-        target = ports["clients"].replace("127.0.0.1", "localhost")
-        ports["http"] = stack.enter_context(serve_command(target, *options, PAGEWIRE_CLIENT_API_KEY=KEY)).address
+        listening = scheduler.wait_for("listening", 60)
+        ports |= {"clients": str(listening["address"]), "http": str(listening["http"])}
+        scheduler.wait_for("ready", 60)
         found = Locked(folder, authority, ports, worker, worker_arguments)
         yield found
         found.worker.process.kill()

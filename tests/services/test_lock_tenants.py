@@ -13,16 +13,12 @@ from engines import until
 from fake_worker_service import FakeWorkerService, serving
 from locked import LONG, locked_scheduler, refused
 from scheduler_in_process import InProcess, scheduler
-from smg_grpc_proto.generated import common_pb2 as common
-from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
-from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire_client import Client, SamplingParams
 from pagewire_client.channel import key_metadata
 from pagewire_client.llm import collect
-from pagewire_common.vllm_metadata import LORA_NAME
 from scheduler_service.access.key_file import KeyFile
 from scheduler_service.access.keys import ApiKey, Keyring, digest_of
 
@@ -48,15 +44,6 @@ ASKED: dict[str, Any] = {
     "Transcribe": pb.TranscribeRequest(sound=SOUND),
 }
 """A call of each method of InferenceService."""
-TOKENIZED = vllm.TokenizedInput(input_ids=[5])
-GATEWAYS: dict[str, Any] = {
-    "Generate": vllm.GenerateRequest(request_id="x", tokenized=TOKENIZED, stream=True),
-    "Embed": vllm.EmbedRequest(request_id="x", tokenized=TOKENIZED),
-    "GetModelInfo": vllm.GetModelInfoRequest(),
-    "GetServerInfo": vllm.GetServerInfoRequest(),
-    "GetTokenizer": common.GetTokenizerRequest(),
-}
-"""Of those methods of VllmEngine that use the model."""
 
 
 def methods_with(field: str) -> list[str]:
@@ -107,65 +94,40 @@ async def test_another_tenants_name_is_refused_by_every_method_that_takes_one(
     assert await status(call(asked, metadata=GOLD)) is not Code.PERMISSION_DENIED
 
 
-def vllm_request(name: str, num_tokens: int) -> vllm.GenerateRequest:
-    params = vllm.SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0.0)
-    return vllm.GenerateRequest(request_id=name, tokenized=TOKENIZED, sampling_params=params, stream=True)
-
-
-@pytest.mark.parametrize("is_gateways", [False, True], ids=["ours", "gateway's"])
 async def test_a_request_in_flight_is_out_of_another_tenants_reach_by_every_method_that_takes_its_id(
-    channel: grpc.aio.Channel, is_gateways: bool
+    channel: grpc.aio.Channel,
 ) -> None:
     """To the other tenant it is not there: its calls of that id are its own."""
-    ours, gateways = InferenceServiceStub(channel), VllmEngineStub(channel)
-    if is_gateways:
-        stream: Any = gateways.Generate(vllm_request("same", 400), metadata=GOLD)
-    else:
-        long = SamplingParams(max_tokens=400, ignore_eos=True)
-        stream = ours.Generate(pb.GenerateRequest(request_id="same", text="a", sampling=long), metadata=GOLD)
-    reading = aiter(stream)
+    ours = InferenceServiceStub(channel)
+    long = SamplingParams(max_tokens=400, ignore_eos=True)
+    reading = aiter(ours.Generate(pb.GenerateRequest(request_id="same", text="a", sampling=long), metadata=GOLD))
     await anext(reading)
     assert not (await ours.Abort(pb.AbortRequest(request_id="same"), metadata=IRON)).aborted
-    await gateways.Abort(vllm.AbortRequest(request_ids=["same"]), metadata=IRON)
     again = pb.GenerateRequest(request_id="same", text="a", sampling=SamplingParams(max_tokens=2, seed=1))
     for resumes in (False, True):
         if resumes:
             again.resume.outputs.add(index=0, token_ids=[73])
         assert await status(ours.Generate(again, metadata=IRON)) is Code.OK
-    assert await status(gateways.Generate(vllm_request("same", 2), metadata=IRON)) is Code.OK
-    embed = gateways.Embed(vllm.EmbedRequest(request_id="same", tokenized=TOKENIZED), metadata=IRON)
-    assert await status(embed) is Code.UNIMPLEMENTED  # this model has no vectors; the id is no matter
-    last = [message async for message in reading][-1]
-    assert (last.complete.finish_reason if is_gateways else last.finish_reason) in ("length", pb.FINISH_REASON_LENGTH)
+    assert [message async for message in reading][-1].finish_reason == pb.FINISH_REASON_LENGTH
     assert not (await ours.Abort(pb.AbortRequest(request_id="same"), metadata=GOLD)).aborted  # it has ended by itself
 
 
 async def test_a_tenants_own_requests_are_in_its_reach(locked: InProcess, channel: grpc.aio.Channel) -> None:
-    ours, gateways = InferenceServiceStub(channel), VllmEngineStub(channel)
-    for abort in (
-        lambda: ours.Abort(pb.AbortRequest(request_id="same", tenant="gold"), metadata=GOLD),
-        lambda: gateways.Abort(vllm.AbortRequest(request_ids=["same"]), metadata=GOLD),
-    ):
-        call = ours.Generate(pb.GenerateRequest(request_id="same", text="a", sampling=LONG), metadata=GOLD)
-        await anext(aiter(call))
-        await abort()
-        assert [message async for message in call][-1].finish_reason == pb.FINISH_REASON_ABORT
-        await until(lambda: not locked.engine.requests.in_flight)
+    ours = InferenceServiceStub(channel)
+    call = ours.Generate(pb.GenerateRequest(request_id="same", text="a", sampling=LONG), metadata=GOLD)
+    await anext(aiter(call))
+    await ours.Abort(pb.AbortRequest(request_id="same", tenant="gold"), metadata=GOLD)
+    assert [message async for message in call][-1].finish_reason == pb.FINISH_REASON_ABORT
+    await until(lambda: not locked.engine.requests.in_flight)
 
 
-@pytest.mark.parametrize(
-    ("service", "method", "asked"),
-    [
-        *((InferenceServiceStub, name, asked) for name, asked in ASKED.items() if name != "Abort"),
-        *((VllmEngineStub, name, asked) for name, asked in GATEWAYS.items()),
-    ],
-)
+@pytest.mark.parametrize("method", sorted(ASKED.keys() - {"Abort"}))
 async def test_a_key_without_the_model_may_use_none_of_the_methods_that_need_it(
-    channel: grpc.aio.Channel, service: Any, method: str, asked: Any
+    channel: grpc.aio.Channel, method: str
 ) -> None:
-    call: Any = getattr(service(channel), method)
-    assert await status(call(asked, metadata=key_metadata("no model"))) is Code.PERMISSION_DENIED
-    assert await status(call(asked, metadata=IRON)) is not Code.PERMISSION_DENIED
+    call: Any = getattr(InferenceServiceStub(channel), method)
+    assert await status(call(ASKED[method], metadata=key_metadata("no model"))) is Code.PERMISSION_DENIED
+    assert await status(call(ASKED[method], metadata=IRON)) is not Code.PERMISSION_DENIED
 
 
 @pytest.mark.parametrize("method", methods_with("lora_name"))
@@ -179,19 +141,6 @@ async def test_a_key_may_name_its_own_adapters_alone_in_every_method_that_takes_
         asked.lora_name = name
         assert await status(call(asked, metadata=key_metadata("no adapter"))) is expected
     assert await status(call(asked, metadata=IRON)) is Code.NOT_FOUND
-
-
-async def test_a_gateway_may_name_its_keys_own_adapters_alone(channel: grpc.aio.Channel) -> None:
-    gateways = VllmEngineStub(channel)
-    found = [
-        await status(
-            gateways.Generate(
-                GATEWAYS["Generate"], metadata=(*(key_metadata("no adapter") or ()), (LORA_NAME, name.encode()))
-            )
-        )
-        for name in ("poet", "mine")
-    ]
-    assert found == [Code.PERMISSION_DENIED, Code.NOT_FOUND]
 
 
 def write_weights(file: Path, **weights: float) -> None:

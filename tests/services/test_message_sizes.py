@@ -1,8 +1,6 @@
 """No message outgrows a client's default limit, and a stream may break behind each piece of a large one."""
 
-import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -23,7 +21,6 @@ from scheduler_service.frontend.output.request_memory import UnreadOutput
 from scheduler_service.frontend.output.request_state import Gained, RequestState
 from scheduler_service.frontend.output.streams import OutputDelta, OutputStream, Turns
 from scheduler_service.frontend.servicer import encode_delta
-from scheduler_service.frontend.vllm_engine_codec import MAX_BYTES, WholeAnswers
 from scheduler_service.statistics.counts import RequestCounts
 
 LARGEST = 300 << 10
@@ -183,34 +180,3 @@ async def test_however_deltas_come_none_is_lost_and_every_text_stays_with_its_to
         assert len(delta.text) < 50 + 50
     assert received == {i: [token for token, put in enumerate(puts) if put[0] == i] for i in range(3)}
     assert sorted(delta.index for delta in deltas if delta.status is not None) == [0, 1, 2]
-
-
-def is_taken(answers: WholeAnswers, delta: OutputDelta) -> bool:
-    """Whether there is room for it."""
-    try:
-        assert list(answers.encode(delta)) == []
-    except RequestError as error:
-        assert str(error).startswith("output 0 has more than 4 MiB")  # noqa: PT017
-        return False
-    return True
-
-
-@pytest.mark.parametrize("width", [0, 1, 21])
-async def test_a_whole_answer_is_one_message_of_bounded_size_and_counts_until_it_ends(
-    byte_model: ServedModel, width: int
-) -> None:
-    """In vLLM's engine protocol. Its gateway reads it with a client's default limit."""
-    counts, unread = RequestCounts(), UnreadOutput(1 << 30)
-    checked = replace(await check(request(logprobs=1), byte_model), is_whole=True)
-    state = RequestState(checked, byte_model.tokenizer, counts, Turns(), unread)
-    answers = WholeAnswers(state)
-    delta = OutputDelta(0, "", [LARGE_ID] * 40, [entry(LARGE_ID, width)] * 40 if width else [], num_output_tokens=40)
-    size = next(number for number in itertools.count() if not is_taken(answers, delta))
-    assert unread.num_bytes >= size * delta.num_bytes
-    fits = WholeAnswers(state)
-    for _ in range(size):
-        assert list(fits.encode(delta)) == []
-    (message,) = fits.encode(OutputDelta(0, status=ENDED, num_output_tokens=40 * size))
-    assert 0.4 * MAX_BYTES < message.ByteSize() <= MAX_BYTES
-    state.stream.leave()
-    assert unread.num_bytes == 0

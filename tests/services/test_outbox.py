@@ -18,8 +18,8 @@ from scheduler_service.core import (
     SequenceStatus,
 )
 from scheduler_service.core.outputs import TokenLogprobs
-from scheduler_service.engine.calls import outbox as outbox_module
-from scheduler_service.engine.calls.outbox import MAX_LOGPROBS, MAX_ROWS, MAX_WAITING, Outbox
+from scheduler_service.engine.calls import calls
+from scheduler_service.engine.calls.calls import MAX_LOGPROBS, MAX_ROWS, MAX_WAITING, Outbox
 
 
 def sequence() -> Sequence:
@@ -46,8 +46,8 @@ def take_all(outbox: Outbox) -> list[pb.AttachResponse]:
 @given(st.lists(st.sampled_from(["row", "event", "logprobs"]), max_size=60))
 def test_rows_and_events_come_in_the_order_in_which_they_were_told(kinds: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(outbox_module, "MAX_ROWS", 4)
-        patch.setattr(outbox_module, "MAX_LOGPROBS", 30)
+        patch.setattr(calls, "MAX_ROWS", 4)
+        patch.setattr(calls, "MAX_LOGPROBS", 30)
         outbox, told = Outbox(), []
         for number, kind in enumerate(kinds):
             told.append((kind, number))
@@ -79,7 +79,7 @@ def test_many_vectors_come_in_events_of_bounded_size(dimensions: int, num_vector
     assert pooling is not None
     data = bytes(number % 251 for number in range(pooling.vector_bytes)) * num_vectors
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(outbox_module, "MAX_VECTOR_BYTES", 5000)
+        patch.setattr(calls, "MAX_VECTOR_BYTES", 5000)
         outbox = Outbox()
         outbox.tell_gained(3, SequenceOutput(one, 0, prompt_start=8, vectors=data))
     events = [event for message in take_all(outbox) for event in message.events]

@@ -5,8 +5,7 @@ import grpc
 import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire_common.calls.errors import RequestError
-from pagewire_common.calls.patient_writer import PatientWriter
+from pagewire_common.calls.errors import PatientWriter, RequestError
 
 MESSAGE = pb.GenerateResponse()
 

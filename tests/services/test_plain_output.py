@@ -16,8 +16,7 @@ from test_validation import check, request
 from pagewire.v1 import engine_service_pb2 as pb
 from scheduler_service.core import SequenceGroup, SequenceOutput, SequenceStatus
 from scheduler_service.core.outputs import TokenLogprobs
-from scheduler_service.engine.calls.calls import Call
-from scheduler_service.engine.calls.outbox import Outbox
+from scheduler_service.engine.calls.calls import Call, Outbox
 from scheduler_service.engine.engine import Engine
 from scheduler_service.frontend.link.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
@@ -85,16 +84,14 @@ TEXTS = st.sampled_from(["", "a", "bc", "\N{SNOWMAN}" * 9])
 PUT = st.one_of(st.just("read"), st.just("end"), st.tuples(st.integers(0, 2), st.integers(0, 9), TEXTS))
 
 
-@given(st.lists(PUT, max_size=40), st.booleans())
+@given(st.lists(PUT, max_size=40))
 async def test_a_token_is_put_on_the_stream_as_a_delta_of_one_token_would_be(
-    puts: list[Any], until_ended: bool
+    puts: list[Any],
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streams, "MAX_TOKENS", 4)
         patch.setattr(streams, "MAX_CHARACTERS", 8)
-        plain, full = [
-            Reader(OutputStream(100, Turns(), UnreadOutput(1 << 30), until_ended=until_ended)) for _ in range(2)
-        ]
+        plain, full = [Reader(OutputStream(100, Turns(), UnreadOutput(1 << 30))) for _ in range(2)]
         await plain.settle()
         for number, put in enumerate([*puts, "end", *["read"] * len(puts)]):
             if put == "read":

@@ -1,8 +1,6 @@
 """A proxy that the environment names: calls between services never use it, and clients' errors name it."""
 
-import threading
 from collections.abc import AsyncIterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import grpc
@@ -15,7 +13,6 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from pagewire_client import Client
-from pagewire_client.http.gateway import is_ready
 from pagewire_common.connection.channel import proxy_of
 from pagewire_common.healthcheck import is_serving
 from pagewire_common.serving.server import GrpcServer
@@ -53,24 +50,6 @@ async def test_health_checks_and_clients_on_this_machine_use_none(
     assert await is_serving(target.replace("127.0.0.1", "0.0.0.0"), "", None)  # wherever it is
     async with Client(target) as client:
         await client.wait_until_serving(timeout=20)
-
-
-def test_a_gateway_is_found_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_proxy(monkeypatch, http_proxy=CLOSED)
-
-    class Ready(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Ready) as http:
-        answering = threading.Thread(target=http.handle_request)
-        answering.start()
-        assert is_ready(f"http://127.0.0.1:{http.server_port}")
-        answering.join()
 
 
 async def test_spans_reach_a_collector_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

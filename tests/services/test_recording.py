@@ -31,7 +31,7 @@ from scheduler_service.recording import writer
 from scheduler_service.recording.format import MAX_EVENT_BYTES, VERSION, ReadEvent, RecordingError, frame, read_events
 from scheduler_service.recording.recorder import RecordedScheduler, Recorder
 from scheduler_service.recording.writer import FileWriter
-from scheduler_service.wire.fields import decode_enum, decode_fields, encode_enum, encode_fields
+from scheduler_service.wire.messages import decode_enum, decode_fields, encode_enum, encode_fields
 from scheduler_service.wire.sampling import RequestSampling
 
 SAMPLING = RequestSampling(

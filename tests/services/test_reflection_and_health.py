@@ -39,7 +39,7 @@ def test_a_client_without_our_protos_finds_and_calls_generate(
     """What grpcurl does: services, messages and field types all come from the server."""
     with grpc.insecure_channel(tiny_server.target) as channel:
         database = database_of(channel)
-        known = {"pagewire.v1.InferenceService", "vllm.grpc.engine.VllmEngine", "grpc.health.v1.Health", *REFLECTION}
+        known = {"pagewire.v1.InferenceService", "grpc.health.v1.Health", *REFLECTION}
         assert set(database.get_services()) == known
         pool = descriptor_pool.DescriptorPool(database)
         for name in REFLECTION:
@@ -59,7 +59,7 @@ def test_a_client_without_our_protos_finds_and_calls_generate(
     assert responses[-1].usage.output_tokens == 4
 
 
-@pytest.mark.parametrize("service", ["", "pagewire.v1.InferenceService", "vllm.grpc.engine.VllmEngine"])
+@pytest.mark.parametrize("service", ["", "pagewire.v1.InferenceService"])
 def test_health_is_reported_for_every_service_and_overall(tiny_server: LocalServer, service: str) -> None:
     with grpc.insecure_channel(tiny_server.target) as channel:
         response = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))

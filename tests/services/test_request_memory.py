@@ -20,12 +20,12 @@ from pagewire_client.llm import collect
 from pagewire_common.calls.errors import RequestError
 from scheduler_service.core import SamplingParams as CoreSamplingParams
 from scheduler_service.core.outputs import TokenLogprobs
-from scheduler_service.frontend.link.admissions import MIN_BYTES, UNREAD_SHARE
 from scheduler_service.frontend.link.engine_call import EngineCall
+from scheduler_service.frontend.link.engine_link import MIN_BYTES, UNREAD_SHARE
 from scheduler_service.frontend.output.request import GenerationRequest
 from scheduler_service.frontend.output.request_memory import UnreadOutput, request_bytes
 from scheduler_service.frontend.output.streams import OutputDelta, OutputStream, Turns
-from scheduler_service.wire.front_end import KEY_BYTES
+from scheduler_service.wire.messages import KEY_BYTES
 
 MIB = 1 << 20
 LIMIT = 4  # MiB
@@ -68,6 +68,8 @@ async def stay(client: Client, request_id: str) -> None:
         (message(json_schema="x" * 60_000), 60_000 * 6),
         (message(choice={"options": ["x" * 60] * 1000}), 60_000 * 6),
         (pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(content="x" * 1000)] * 100)), 100_000 * 6),
+        (pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(fields="x" * 1000)] * 100)), 100_000 * 6),
+        (pb.GenerateRequest(chat=pb.Chat(tools="x" * 50_000, documents="x" * 50_000)), 100_000 * 6),
         (pb.GenerateRequest(resume=pb.ResumeState(outputs=[pb.ResumedOutput(token_ids=[7] * 9000)])), 9000 * 13),
     ],
     ids=[
@@ -82,6 +84,8 @@ async def stay(client: Client, request_id: str) -> None:
         "schema",
         "choice",
         "chat",
+        "fields of messages",
+        "tools",
         "resumed",
     ],
 )

@@ -26,16 +26,14 @@ from scheduler_service import core
 from scheduler_service.core import SchedulerOutput
 from scheduler_service.core.outputs import NewSequence
 from scheduler_service.engine.calls import requests as requests_module
-from scheduler_service.engine.calls.calls import Call
-from scheduler_service.engine.calls.outbox import Outbox
+from scheduler_service.engine.calls.calls import Call, Outbox
 from scheduler_service.engine.engine import Engine
 from scheduler_service.frontend.output.request import GenerationRequest, Resumption
 from scheduler_service.frontend.output.request_memory import UnreadOutput
 from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.frontend.output.streams import Turns
 from scheduler_service.settings import SchedulerSettings
-from scheduler_service.statistics.counts import RequestCounts
-from scheduler_service.statistics.finished_requests import FinishedRequests, RequestMetrics
+from scheduler_service.statistics.counts import FinishedRequests, RequestCounts, RequestMetrics
 
 
 @pytest.fixture

@@ -193,10 +193,10 @@ def test_what_an_llm_could_not_obey_is_refused(said: dict[str, Any], sentence: s
         LLM(**said)
 
 
-async def test_special_tokens_are_parsed_in_text_alone(tiny_server: LocalServer) -> None:
+async def test_special_tokens_are_parsed_in_texts_and_chats(tiny_server: LocalServer) -> None:
     async with Client(tiny_server.target) as client:
         assert await client.tokenize("<|im_end|>", parse_special_tokens=True) != await client.tokenize("<|im_end|>")
-        with pytest.raises(grpc.aio.AioRpcError, match="needs a prompt of text, and the prompt is token_ids"):
+        with pytest.raises(grpc.aio.AioRpcError, match="is for text and chats, and the prompt is token_ids"):
             await collect(client, [5], parse_special_tokens=True)
         asked = pb.DetokenizeRequest(token_ids=[5], separately=True, skip_special_tokens=True)
         with pytest.raises(grpc.aio.AioRpcError, match="skip_special_tokens is true"):

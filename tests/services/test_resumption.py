@@ -17,8 +17,8 @@ from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire_client import LocalServer, SamplingParams
 from pagewire_common.calls.errors import RequestError
 from scheduler_service.core.outputs import TokenLogprobs
+from scheduler_service.frontend.calls.generation import check_request
 from scheduler_service.frontend.checking.resumption import check_resumption
-from scheduler_service.frontend.checking.validation import check_request
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output.request import GenerationRequest
 from scheduler_service.frontend.output.request_memory import UnreadOutput

@@ -182,7 +182,7 @@ def test_outputs_have_room_for_guesses_behind_each_of_them(byte_model: ServedMod
     model = replace(byte_model, **{name: getattr(limits, name) for name in ("pool_tokens", "num_lookahead_slots")})
     model = replace(model, context_length=limits.context_length, block_size=limits.block_size, max_num_seqs=64)
     for n in range(2, 12):
-        most = _max_tokens(inference_pb.SamplingParams(n=n), 8, model)
+        most = _max_tokens(inference_pb.SamplingParams(n=n), 8, model, fits=False)
         one = Scheduler(scheduler_config(settings, info), WaitingQueue(), "worker")
         one.add_request(SequenceGroup("a", [5] * 8, core.SamplingParams(n=n, max_tokens=most)))
         assert not one.schedule().ignored
@@ -191,7 +191,7 @@ def test_outputs_have_room_for_guesses_behind_each_of_them(byte_model: ServedMod
 def test_a_worker_that_guesses_further_than_requests_were_promised_room_for_is_refused() -> None:
     settings = SchedulerSettings(model="fake")
     limits = model_limits(settings, worker_info())
-    with pytest.raises(ValueError, match="the worker guesses 8 tokens ahead"):
+    with pytest.raises(ValueError, match="the worker makes 8 drafts, but requests were promised room for 0"):
         check_limits(limits, settings, worker_info(num_speculative_tokens=8))
 
 

@@ -3,7 +3,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_service.frontend.text.output_text import StopChecker
+from scheduler_service.frontend.text.output_text import ReasoningMarks, ReasoningSplit, StopChecker
 
 texts = st.text("ab c", max_size=12)
 stops = st.lists(st.text("ab c", min_size=1, max_size=4), min_size=1, max_size=3)
@@ -73,3 +73,15 @@ def test_sixteen_stop_strings_cost_little_more_than_one() -> None:
     pairs = [(seconds(stop_strings), seconds(stop_strings[:1])) for _ in range(50)]
     many, one = (min(some) for some in zip(*pairs, strict=True))
     assert many < 3 * one  # 5.4 times as long if every stop string is looked at, 1.4 if only one is
+
+
+@given(st.lists(st.text("<>/t a", max_size=4), max_size=12), st.booleans())
+def test_reasoning_ends_at_its_first_closing_mark_however_text_is_cut(pieces: list[str], is_open: bool) -> None:
+    split = ReasoningSplit(ReasoningMarks("<t>", "</t>", is_open))
+    inside, behind = map("".join, zip(*map(split.step, pieces), ("", split.flush()), strict=True))
+    whole = "".join(pieces)
+    if not (is_open or whole.lstrip().startswith("<t>")):
+        assert (inside, behind) == ("", whole)
+    else:
+        before, mark, rest = whole.partition("</t>")
+        assert (inside, behind) == (before + mark, rest)

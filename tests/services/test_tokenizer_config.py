@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from pagewire_common.model_files.tokenizer_config import _LEFT_OUT, _OBEYED, _STANDARD, TokenizerConfig
 from pagewire_common.start_error import StartError
-from scheduler_service.frontend.text.chat_template import ChatTemplate
+from scheduler_service.frontend.rendering.chat_input import ChatInput
+from scheduler_service.frontend.rendering.chat_template import ChatTemplate
 from scheduler_service.frontend.text.tokenization import Tokenizer
 from scheduler_service.frontend.text.tokenizer_loading import load_tokenizer
 
@@ -80,7 +81,7 @@ async def test_tokens_are_added_and_special_as_in_transformers(name: str, tmp_pa
     (tmp_path / "chat_template.jinja").write_text(source)
     chats = Tokenizer(tmp_path)._chats
     assert chats is not None
-    rendered = ChatTemplate(chats.source, chats.variables).render([], 1000)
+    rendered = ChatTemplate(chats.source, chats.variables).render({"messages": []}, 1000)
     assert rendered == theirs.apply_chat_template([{"role": "user"}], chat_template=source, tokenize=False)
 
 
@@ -112,7 +113,7 @@ async def test_a_special_token_without_an_id_is_text_and_told_of(tmp_path: Path)
 async def test_control_tokens_that_a_user_spells_out_are_text(key: str, tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("<tool>{{ messages[0].content }}<tool>")
     tokenizer = Tokenizer(write(tmp_path, {key: ["<tool>", "<none>"]}))
-    ids = await tokenizer.encode_chat([{"role": "user", "content": "a<tool>b"}])
+    ids = (await tokenizer.encode_chat(ChatInput([("user", "a<tool>b", "")]))).token_ids
     assert [position for position, token_id in enumerate(ids) if token_id == 2] == [0, len(ids) - 1]
     assert await tokenizer.decode(ids, skip_special_tokens=True) == "<tool>a<tool>b<tool>"
 

@@ -1,22 +1,17 @@
 """Spans of calls that are cut into parts, and of calls over HTTP: whose trace they are in, and what they are called."""
 
-import asyncio
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-from collector import collector
 from embedding_helpers import encoder_settings, serving
 from engines import until
 from fake_worker_service import FakeWorkerService
 from fake_worker_service import serving as serving_fake
 from http_edge import http_edge
 from opentelemetry.sdk.trace import ReadableSpan
-from ports import free_address
 from scheduler_in_process import InProcess, scheduler
 from sounds import wav
 from spans import CALLER, TRACE, Memory, caller
@@ -26,9 +21,8 @@ from tiny_encoder_decoder import write_whisper
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
-from pagewire_client import Client, LocalServer
+from pagewire_client import Client
 from pagewire_client.channel import connect
-from pagewire_client.http.gateway import is_ready
 from scheduler_service.frontend.output.request_trace import MAX_REQUESTS
 
 SECRET = "what no span may tell"
@@ -150,7 +144,7 @@ async def test_a_header_of_http_has_calls_of_texts_in_the_callers_trace(
     path: str, body: Any, name: str, traced: tuple[InProcess, Memory]
 ) -> None:
     one, memory = traced
-    async with http_edge(one.target, "encoder") as url:
+    async with http_edge(one.link) as url:
         await post(url, path, {"model": "encoder"} | body)
     await until(lambda: memory.names[-1:] == [name])
     assert f"{memory.spans[-1].context.trace_id:032x}" == TRACE
@@ -159,12 +153,11 @@ async def test_a_header_of_http_has_calls_of_texts_in_the_callers_trace(
 async def test_over_http_a_chat_is_a_chat_and_a_text_is_a_text_in_the_callers_trace(
     byte_tokenizer_directory: Path,
 ) -> None:
-    """Also where the gateway makes no spans of its own."""
     memory = Memory()
     async with serving_fake(FakeWorkerService(byte_tokenizer_directory)) as address, scheduler(address) as one:
         await one.link.model()
         one.link.tracer = memory.tracer
-        async with http_edge(one.target, "fake", has_gateway=True) as url:
+        async with http_edge(one.link) as url:
             chat = {"messages": [{"role": "user", "content": SECRET}]}
             for path, body in (("chat/completions", chat), ("completions", {"prompt": SECRET})):
                 await post(url, f"/v1/{path}", {"model": "fake", "max_tokens": 3} | body)
@@ -173,39 +166,3 @@ async def test_over_http_a_chat_is_a_chat_and_a_text_is_a_text_in_the_callers_tr
     assert [attributes(span)["gen_ai.operation.name"] for span in wholes] == ["chat", "text_completion"]
     assert {f"{span.context.trace_id:032x}" for span in wholes} == {TRACE}
     assert SECRET not in "".join(span.to_json() for span in memory.spans)
-
-
-@pytest.fixture
-def served(tiny_model_directory: Path) -> Iterator[tuple[str, Any]]:
-    """`pagewire_client serve` and both services, with a collector."""
-    with pytest.MonkeyPatch.context() as patch, collector() as found:
-        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
-        endpoint, address = ["--otlp-traces-endpoint", found.endpoint], free_address()
-        with LocalServer(
-            str(tiny_model_directory),
-            worker_arguments=["--num-gpu-blocks-override", "64", "--block-size", "8", "--threads", "1", *endpoint],
-            scheduler_arguments=endpoint,
-        ) as server:
-            command = ["serve", "--target", server.target, "--listen", address, *endpoint]
-            process = subprocess.Popen([sys.executable, "-m", "pagewire_client", *command], stderr=subprocess.DEVNULL)
-            try:
-                yield f"http://{address}", found
-            finally:
-                process.terminate()
-                process.wait()
-
-
-async def test_a_trace_comes_through_serve_to_the_worker(served: tuple[str, Any]) -> None:
-    url, found = served
-    await until(lambda: is_ready(url))
-    body = {"model": "tiny-llama", "messages": [{"role": "user", "content": SECRET}], "max_tokens": 3}
-    await post(url, "/v1/chat/completions", body)
-
-    def is_whole(spans: list[Any]) -> bool:
-        return {"chat tiny-llama", "compute", "grpc_execute"} <= {span.name for span in spans}
-
-    spans = await asyncio.to_thread(found.wait_for, TRACE, is_whole)
-    assert {"pagewire-scheduler", "pagewire-worker"} < {span.service for span in spans}
-    (whole,) = [span for span in spans if span.name == "chat tiny-llama"]
-    assert whole.parent in {span.span for span in spans}  # the gateway's
-    assert SECRET not in repr(found.spans)

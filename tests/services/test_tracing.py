@@ -2,12 +2,11 @@
 
 import asyncio
 import itertools
-import json
-import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import grpc
 import pytest
 import structlog
@@ -23,7 +22,6 @@ from pagewire.v1 import engine_service_pb2 as engine_pb
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire_client import Client, LocalServer, SamplingParams
-from pagewire_client.http.gateway import Gateway
 from pagewire_client.llm import collect
 from pagewire_common.telemetry.tracing import check_endpoint, trace_parent
 from scheduler_service import core
@@ -283,25 +281,18 @@ async def test_a_collector_hears_of_a_request_from_every_process_and_nothing_of_
     assert SECRET not in repr(found.spans)
 
 
-async def test_a_trace_comes_through_the_gateway(traced: tuple[LocalServer, Collector]) -> None:
+async def test_a_chat_over_http_is_in_its_callers_trace(traced: tuple[LocalServer, Collector]) -> None:
     server, found = traced
     trace = f"{4:032x}"
-    with Gateway(server.target, free_address(), traces_endpoint=found.endpoint) as gateway:
-        gateway.wait_until_ready(60)
-        body = {"model": "tiny-llama", "messages": [{"role": "user", "content": SECRET}], "max_tokens": 3}
-        request = urllib.request.Request(
-            f"{gateway.url}/v1/chat/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json", "traceparent": caller(trace)[0][1]},
-        )
-
-        def ask() -> Any:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return json.load(answer)
-
-        assert (await asyncio.to_thread(ask))["usage"]["completion_tokens"] <= 3
+    body = {"model": "tiny-llama", "messages": [{"role": "user", "content": SECRET}], "max_tokens": 3}
+    headers = {"traceparent": caller(trace)[0][1]}
+    url = f"{server.http_url}/v1/chat/completions"
+    async with aiohttp.ClientSession(headers=headers) as session, session.post(url, json=body) as answer:
+        assert (await answer.json())["usage"]["completion_tokens"] <= 3
     spans = await asyncio.to_thread(found.wait_for, trace, is_whole(1))
-    assert {"pagewire-scheduler", "pagewire-worker"} <= {span.service for span in spans}
+    assert {span.service for span in spans} == {"pagewire-scheduler", "pagewire-worker"}
+    (whole,) = [span for span in spans if span.name == "chat tiny-llama"]
+    assert whole.parent == CALLER
     assert SECRET not in repr(found.spans)
 
 

@@ -16,7 +16,7 @@ from bench.fleet.raw_load import PATH
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import Client, SamplingParams
 from pagewire_client.llm import collect
-from pagewire_common.calls.patient_writer import PatientWriter
+from pagewire_common.calls.errors import PatientWriter
 from scheduler_service.core import Sequence, SequenceGroup
 from scheduler_service.engine.calls.calls import Call
 from scheduler_service.frontend.link.engine_call import EngineCall

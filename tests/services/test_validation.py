@@ -11,13 +11,9 @@ from pagewire_common.calls.errors import RequestError
 from pagewire_common.model_files.generation_config import GenerationConfig, GenerationDefaults
 from pagewire_common.sampling import NUMBERS
 from scheduler_service.core import BlockManager, SequenceGroup, TranscriptParams
-from scheduler_service.frontend.checking.validation import (
-    check_names,
-    check_request,
-    check_sizes,
-    decode_tokens,
-    encode_prompt,
-)
+from scheduler_service.frontend.calls.generation import check_request
+from scheduler_service.frontend.checking.checks import check_names, check_sizes
+from scheduler_service.frontend.checking.prompt import decode_tokens, encode_prompt
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output.request import GenerationRequest
 from scheduler_service.wire.sampling import RequestSampling
@@ -286,7 +282,7 @@ async def test_token_ids_of_any_number_are_taken_in_order_and_once_each(byte_mod
 
 async def test_tokenize_and_detokenize_are_bounded(byte_model: ServedModel) -> None:
     model = replace(byte_model, context_length=200_000)
-    assert len(await encode_prompt(pb.TokenizeRequest(text="x" * 150_000), model)) == 150_000
+    assert len((await encode_prompt(pb.TokenizeRequest(text="x" * 150_000), model)).token_ids) == 150_000
     for num_characters in (200_001, 1_000_000):
         with pytest.raises(RequestError, match="text has more than 200000 tokens; at most 200000 are returned"):
             await encode_prompt(pb.TokenizeRequest(text="x" * num_characters), model)

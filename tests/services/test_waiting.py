@@ -22,7 +22,7 @@ from pagewire_client.retry import PATIENCE_HEADER, Backoff
 from pagewire_common.calls.errors import RequestError
 from scheduler_service.engine.worker_link.client import WorkerClient
 from scheduler_service.engine.workers import Worker, Workers
-from scheduler_service.frontend.link.admissions import patience
+from scheduler_service.frontend.link.engine_link import patience
 
 DEAD = "127.0.0.1:1"
 REFUSED = r"no worker took requests for .* s: 127\.0\.0\.1:1: UNAVAILABLE: .*refused"

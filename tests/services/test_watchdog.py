@@ -31,8 +31,7 @@ from pagewire.v1 import sequence_group_pb2 as group_pb
 from pagewire.v1.admin_service_pb2 import FinishedRequest
 from scheduler_service.core import SamplingParams, SequenceGroup, SequenceOutput, SequenceStatus
 from scheduler_service.core.groups.beam_search import Hypothesis
-from scheduler_service.engine.calls.calls import Call
-from scheduler_service.engine.calls.outbox import Outbox
+from scheduler_service.engine.calls.calls import Call, Outbox
 from scheduler_service.engine.engine import Engine
 from scheduler_service.engine.front_ends.servicer import FrontEndConnection, FrontEnds
 from scheduler_service.frontend.link.engine_link import EngineLink
@@ -40,7 +39,7 @@ from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.frontend.servicer import encode_delta
 from scheduler_service.settings import SchedulerSettings
-from scheduler_service.wire.front_end import encode_sampling, pack
+from scheduler_service.wire.messages import encode_sampling, pack
 
 LIMIT = 0.02
 ATTEMPTS = 8

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_service.frontend.text import word_finder
-from scheduler_service.frontend.text.word_finder import WordFinder
+from scheduler_service.frontend.rendering import word_finder
+from scheduler_service.frontend.rendering.word_finder import WordFinder
 
 LETTERS = st.text("ab|.", min_size=1, max_size=5)
 

@@ -6,7 +6,7 @@ from typing import Protocol, Self
 
 from torch import Tensor
 
-from kernels.attention.metadata import AttentionMetadata
+from kernels.inputs import AttentionMetadata
 from kernels.ops import LoraWeights
 from worker_service.models.layers.linear import NONE_QUANTIZED, Quantization, Quantized
 

@@ -24,7 +24,7 @@ constexpr int64_t kLongGroup = 64;
 
 inline int64_t long_groups_of(int64_t inputs) { return (inputs + kLongGroup - 1) / kLongGroup; }
 
-// A panel's outputs for 64 neighbouring inputs. Numbers after the last input are not read.
+// The weights of a panel's outputs for 64 neighbouring inputs. Numbers after the last input are not read.
 struct LongBlock {
   float scales[kPanel];
   uint8_t numbers[kLongGroup / 4][kPanel][4];  // numbers plus 128; each entry has four inputs

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention.metadata import PART_KEYS, AttentionMetadata
 from kernels.attention.options import check_attention_options
+from kernels.inputs import PART_KEYS, AttentionMetadata
 from kernels.triton.attention.attention_tiles import (
     attend_tile,
     columns_of,

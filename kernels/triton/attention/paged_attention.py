@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention.metadata import AttentionMetadata
 from kernels.attention.options import check_attention_options
+from kernels.inputs import AttentionMetadata
 from kernels.triton.attention.attention_by_position import attention_by_position
 from kernels.triton.attention.attention_tiles import (
     HOPPER_SHARED_MEMORY,

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention.metadata import AttentionMetadata
 from kernels.attention.narrow_cache import head_dim_of
+from kernels.inputs import AttentionMetadata
 from kernels.triton.attention.narrow_cache import magnitudes, narrowed, scale_bytes_of, scale_place, steps_and_scales
 from kernels.triton.attention.paged_attention import paged_attention
 from kernels.triton.launch import OPTIONS, num_warps

@@ -225,8 +225,10 @@ class PrefixCache:
                     blocks.withdraw(found)
 
     def reset(self) -> int:
-        """Remove every block; block tables keep their blocks. Returns the number of device blocks that could be
-        found."""
+        """Remove every block; block tables keep their blocks.
+
+        Returns how many device blocks lookups could find before the reset.
+        """
         num_findable = self._device.blocks.num_findable
         for blocks in (self._device.blocks, self._host.blocks):
             blocks.withdraw_all()

@@ -270,7 +270,7 @@ class SequenceGroup:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens of all outputs. A beam search counts its hypotheses or its beams, whichever are more."""
+        """Tokens of all outputs; in a beam search, of its hypotheses or of its beams, whichever number is larger."""
         found = 0 if self.beams is None else sum(len(hypothesis.token_ids) for hypothesis in self.beams.hypotheses)
         return max(found, sum(sequence.num_output_tokens for sequence in self.sequences))
 

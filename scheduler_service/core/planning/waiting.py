@@ -131,7 +131,7 @@ class WaitingPlanner:
         return True
 
     def schedule(self, step: Step, suspect: SequenceGroup | None = None) -> None:
-        """Admit waiting groups one after another, or only the `suspect` that is next. Before swapped groups, only
+        """Admit waiting groups one after another, or only the `suspect` whose turn it is. Before swapped groups, only
         groups that outrank the next one are admitted; ageing bounds their number."""
         if step.num_preempted:
             return

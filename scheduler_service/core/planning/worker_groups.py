@@ -88,7 +88,7 @@ class WorkerGroups:
         self._in_flight = in_flight
         self._adapters = adapters
         self.running: dict[SequenceGroup, None] = {}  # in the order of admission
-        self.num_running_seqs = 0  # counted as in a budget
+        self.num_running_seqs = 0  # counted as `SchedulingBudget` counts sequences
         self.swapped: OrderedDict[SequenceGroup, None] = OrderedDict()  # the first resumes first
         self.accused: dict[SequenceGroup, None] = {}
         self._by_id: dict[str, SequenceGroup] = {}  # running and swapped groups

@@ -16,7 +16,7 @@ from scheduler_service.core.groups.sequence_status import SequenceStatus
 from scheduler_service.core.placement.balancer import MAX_OVERTAKES, Balancer
 from scheduler_service.core.placement.choice import Placement
 
-MAX_STALE = 64  # stale heap entries, besides one for each waiting group
+MAX_STALE = 64  # stale entries that the heap may hold, in addition to as many as there are waiting groups
 
 MAX_LEFT = 8  # Groups that a step passes over for other workers, …
 MAX_SLOTLESS = 32  # … without an adapter slot, …

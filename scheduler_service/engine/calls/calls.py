@@ -1,13 +1,194 @@
-"""A client's call in the engine."""
+"""A client's call in the engine, and the engine's messages to one front end.
+
+Tokens are rows of output number and token id. Other output is an event, with the number of rows before it. Rows and
+events that arrive during a write share the next message, whose fixed cost is that of 100 rows.
+"""
 
 import asyncio
 import time
-from typing import Any
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from pagewire.v1 import engine_service_pb2 as pb
+from pagewire.v1 import scheduler_output_pb2 as wire
+from pagewire.v1 import sequence_group_pb2
 from pagewire_common.calls.errors import RequestError
 from scheduler_service.core import SequenceGroup, SequenceOutput, SequenceStatus
-from scheduler_service.engine.calls.outbox import Outbox
+from scheduler_service.core.outputs import TokenLogprobs
+from scheduler_service.wire.messages import encode_enum
+
+MAX_ROWS = 512
+MAX_LOGPROBS = 1 << 13
+EVENT_WEIGHT = 8
+"""Weight in rows or log-probabilities. MAX_ROWS and MAX_LOGPROBS keep a message below 0.1 MiB, 5 ms of a front end's
+time.
+"""
+MAX_VECTOR_BYTES = 1 << 18
+"""Bytes of vectors in one event, unless a single vector is larger."""
+ROW_BYTES = 72
+"""Memory of a queued row or log-probability."""
+MAX_WAITING = 1 << 14
+STUCK_SECONDS = 0.1
+"""Seconds without a read after which answers are processed although more than MAX_WAITING rows wait."""
+
+
+class _Bulk(NamedTuple):
+    """Large fields, encoded only when the event is put into a message."""
+
+    sampled: Sequence[TokenLogprobs] = ()
+    prompt: Sequence[TokenLogprobs] = ()
+    vectors: bytes | memoryview = b""
+
+    @property
+    def weight(self) -> int:
+        logprobs = (positions for positions in (self.sampled, self.prompt) if positions)
+        number = sum(len(positions) * len(positions[0].token_ids) for positions in logprobs)
+        return number + len(self.vectors) // ROW_BYTES
+
+
+_NONE = _Bulk()
+
+
+class Outbox:
+    __slots__ = (
+        "_events",
+        "_events_weight",
+        "_is_stuck",
+        "_most_weight",
+        "_num_taken",
+        "_taken",
+        "has_some",
+        "is_overfull",
+        "outputs",
+        "token_ids",
+    )
+
+    def __init__(self, most_bytes: int = 1 << 26) -> None:
+        """`most_bytes`: memory above which the front end counts as stopped."""
+        self.has_some = asyncio.Event()
+        """Set if the queue is not empty, also by code that appends to `outputs`."""
+        self.is_overfull = asyncio.Event()
+        self._most_weight = most_bytes // ROW_BYTES
+        self.outputs: list[int] = []
+        self.token_ids: list[int] = []
+        self._events: deque[tuple[int, pb.EngineEvent, _Bulk]] = deque()  # rows before the event, event, large fields
+        self._events_weight = 0
+        self._num_taken = 0  # rows in earlier messages
+        self._taken = asyncio.Event()
+        self._is_stuck = False
+
+    def __len__(self) -> int:
+        return len(self.outputs) + len(self._events)
+
+    def tell(self, call: int, **event: Any) -> None:
+        """The keyword is the event's field in `EngineEvent`."""
+        self._append(pb.EngineEvent(call=call, **event))
+        self.has_some.set()
+
+    def tell_gained(self, call: int, gained: SequenceOutput) -> None:
+        """Append a step's results for an output, as several events if large."""
+        event, positions = _encode_gained(call, gained), gained.prompt_logprobs or []
+        if gained.vectors:
+            self._tell_vectors(event, gained)
+            return
+        at_once = max(1, MAX_LOGPROBS // len(positions[0].token_ids)) if positions else 1
+        start = 0
+        while len(positions) - start > at_once:
+            part = pb.OutputGained(index=gained.sequence.index, prompt_start=gained.prompt_start + start)
+            self._append(pb.EngineEvent(call=call, gained=part), _Bulk(prompt=positions[start : start + at_once]))
+            start += at_once
+        event.gained.prompt_start = gained.prompt_start + start
+        self._append(event, _Bulk([gained.logprobs] if gained.logprobs else [], positions[start:]))
+        self.has_some.set()
+
+    def _tell_vectors(self, last: pb.EngineEvent, gained: SequenceOutput) -> None:
+        pooling, vectors, start = gained.sequence.sampling.pooling, memoryview(gained.vectors), gained.prompt_start
+        assert pooling is not None
+        at_once = max(1, MAX_VECTOR_BYTES // pooling.vector_bytes)
+        num_bytes = at_once * pooling.vector_bytes
+        while len(vectors) > num_bytes:
+            part = pb.OutputGained(index=gained.sequence.index, prompt_start=start)
+            self._append(pb.EngineEvent(call=last.call, gained=part), _Bulk(vectors=vectors[:num_bytes]))
+            vectors, start = vectors[num_bytes:], start + at_once
+        last.gained.prompt_start = start
+        self._append(last, _Bulk(vectors=vectors))
+        self.has_some.set()
+
+    def _append(self, event: pb.EngineEvent, bulk: _Bulk = _NONE) -> None:
+        self._events.append((self._num_taken + len(self.outputs), event, bulk))
+        self._events_weight += EVENT_WEIGHT + bulk.weight
+
+    @property
+    def _weight(self) -> int:
+        return len(self.outputs) + self._events_weight
+
+    @property
+    def has_room(self) -> bool:
+        return self._weight <= MAX_WAITING
+
+    async def room(self) -> None:
+        """Wait until the queue has room, or the front end reads nothing for STUCK_SECONDS."""
+        if self._weight > self._most_weight:
+            self.is_overfull.set()
+        while not self.has_room and not self._is_stuck:
+            self._taken.clear()
+            try:
+                await asyncio.wait_for(self._taken.wait(), STUCK_SECONDS)
+            except TimeoutError:
+                self._is_stuck = True
+
+    def take(self) -> pb.AttachResponse:
+        """The next message; empty if the queue is empty."""
+        self._taken.set()
+        self._is_stuck = False
+        message, num_rows, left = pb.AttachResponse(), min(MAX_ROWS, len(self.outputs)), MAX_LOGPROBS
+        while self._events and (row := self._events[0][0] - self._num_taken) <= num_rows:
+            _, event, bulk = self._events[0]
+            weight = EVENT_WEIGHT + bulk.weight
+            left -= weight
+            if left < 0 and message.events:
+                num_rows = row
+                break
+            self._events.popleft()
+            self._events_weight -= weight
+            event.row = row
+            if bulk is not _NONE:
+                _fill_logprobs(event.gained.logprobs, bulk.sampled)
+                _fill_logprobs(event.gained.prompt_logprobs, bulk.prompt)
+                event.gained.vectors = bytes(bulk.vectors)
+            message.events.append(event)
+        message.outputs.extend(self.outputs[:num_rows])
+        message.token_ids.extend(self.token_ids[:num_rows])
+        del self.outputs[:num_rows], self.token_ids[:num_rows]
+        self._num_taken += num_rows
+        if not len(self):
+            self.has_some.clear()
+        return message
+
+
+def _encode_gained(call: int, gained: SequenceOutput) -> pb.EngineEvent:
+    """The status is encoded now: the sequence may end before the message is sent."""
+    sequence, status = gained.sequence, gained.sequence.status
+    event = pb.EngineEvent(call=call)
+    message = event.gained
+    message.index = sequence.index
+    if gained.token_id is not None:
+        message.token_id = gained.token_id
+    if status.is_finished and not gained.goes_on:
+        message.status = encode_enum(sequence_group_pb2.SequenceStatus.DESCRIPTOR, status)  # type: ignore[assignment]
+        if sequence.stop_token_id is not None:
+            message.stop_token_id = sequence.stop_token_id
+    return event
+
+
+def _fill_logprobs(message: wire.SampleLogprobs, positions: Sequence[TokenLogprobs]) -> None:
+    if positions:
+        message.width = len(positions[0].token_ids)
+        message.ranks.extend(position.rank for position in positions)
+        for position in positions:
+            message.token_ids.extend(position.token_ids)
+            message.logprobs.extend(position.logprobs)
 
 
 class Call:

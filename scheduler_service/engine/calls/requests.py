@@ -15,14 +15,12 @@ from pagewire_common.calls.errors import RequestError
 from scheduler_service.access.keys import Keyring
 from scheduler_service.core import SchedulerOutput, SequenceGroup, SequenceOutput, SequenceStatus, WaitingQueue
 from scheduler_service.engine.calls.admission import Admission
-from scheduler_service.engine.calls.calls import Call
-from scheduler_service.engine.calls.outbox import Outbox
+from scheduler_service.engine.calls.calls import Call, Outbox
 from scheduler_service.engine.workers import Workers
 from scheduler_service.recording.recorder import Recorder
 from scheduler_service.settings import SchedulerSettings
-from scheduler_service.statistics.counts import Statistics
-from scheduler_service.statistics.finished_requests import FinishedRequests
-from scheduler_service.wire.front_end import decode_group, pack
+from scheduler_service.statistics.counts import FinishedRequests, Statistics
+from scheduler_service.wire.messages import decode_group, pack
 
 _RESUMED = RequestError(grpc.StatusCode.ABORTED, "another call goes on with this request")
 

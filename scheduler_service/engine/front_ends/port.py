@@ -18,10 +18,13 @@ WILDCARDS = ("0.0.0.0", "::")  # noqa: S104
 
 
 @contextlib.contextmanager
-def reserved(listen: str, patience: float = 0.0) -> Iterator[str]:
-    """Reserve a port at every address that gRPC binds. Yields HOST:PORT with the port's number.
+def reserved(listen: str, patience: float = 0.0, setting: str = "--listen") -> Iterator[str]:
+    """Reserve a port for this user's sockets during the `with` block. Yields HOST:PORT with the number of the reserved
+    port.
 
-    The sockets receive no connections. Raises StartError if the port is in use after `patience` seconds.
+    The reserving sockets do not listen, and so receive no connections. The port is reserved at every address that gRPC
+    will bind for this host. Raises StartError if the port is still in use after `patience` seconds; its text
+    names the `setting`.
     """
     host, _, number = listen.rpartition(":")
     deadline = time.monotonic() + patience
@@ -31,14 +34,14 @@ def reserved(listen: str, patience: float = 0.0) -> Iterator[str]:
             break
         except OSError as error:
             if time.monotonic() > deadline:
-                raise cannot_listen(listen, "--listen") from error
+                raise cannot_listen(listen, setting) from error
         time.sleep(LOOK_SECONDS)
     with stack:
         yield f"{host}:{port}"
 
 
 def _taken(host: str, port: int) -> tuple[contextlib.ExitStack, int]:
-    """The reserving sockets and the port's number. Raises OSError if the port is in use."""
+    """The sockets that reserve the port, and its number. Raises OSError if the port is in use."""
     with contextlib.ExitStack() as stack:
         for family, address in _addresses(host.strip("[]")):
             with _bound(family, address, port) as alone:  # fails while another server listens at this port

@@ -13,11 +13,11 @@ from pagewire.v1.engine_service_pb2_grpc import EngineServiceServicer
 from pagewire_common.calls.errors import RequestError
 from scheduler_service.access.keys import Keyring
 from scheduler_service.engine.calls.admission import unread_bytes
-from scheduler_service.engine.calls.calls import Call
-from scheduler_service.engine.calls.outbox import Outbox
+from scheduler_service.engine.calls.calls import Call, Outbox
 from scheduler_service.engine.engine import Engine
+from scheduler_service.engine.front_ends.stored_entries import StoredEntries
 from scheduler_service.statistics.counts import CountsByTenant
-from scheduler_service.wire.front_end import Pace
+from scheduler_service.wire.messages import Pace
 
 log = structlog.get_logger()
 
@@ -52,6 +52,7 @@ class FrontEnds(EngineServiceServicer):
         self.kill = kill
         self.num_expected = num_expected
         self.connections: set[FrontEndConnection] = set()
+        self.entries = StoredEntries()
         self.is_serving = False
         self.is_over = False
         self._changed = asyncio.Event()
@@ -282,6 +283,16 @@ class FrontEndConnection:
                     self._engine.requests.stop_output(call, event.stop_output.index)
             case "abort":
                 found = self._engine.requests.abort(event.abort.key)
+                self.outbox.tell(event.call, answer=pb.Answer(found=found))
+            case "store_entry":
+                given = event.store_entry
+                self._front_ends.entries.store(given.tenant, given.id, given.data)
+                self.outbox.tell(event.call, answer=pb.Answer())
+            case "read_entry":
+                data = self._front_ends.entries.read(event.read_entry.tenant, event.read_entry.id)
+                self.outbox.tell(event.call, answer=pb.Answer(found=data is not None, data=data or b""))
+            case "delete_entry":
+                found = self._front_ends.entries.delete(event.delete_entry.tenant, event.delete_entry.id)
                 self.outbox.tell(event.call, answer=pb.Answer(found=found))
             case "close":
                 if (closed := self._calls.pop(event.call, None)) is not None:

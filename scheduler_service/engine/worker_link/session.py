@@ -1,4 +1,4 @@
-"""The stream of steps to one worker, and the time of each step in ten phases.
+"""The stream of steps to one worker, and the time that each step spends in each of ten phases.
 
 The scheduler times schedule, encode, decode, update and publish; the worker reports move, forward, sample and guess.
 `wire` is the rest of the round trip. A step sent ahead waits in the worker, so a round trip begins at the step's

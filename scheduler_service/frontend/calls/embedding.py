@@ -6,8 +6,7 @@ import grpc
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1 import sequence_group_pb2 as wire
-from pagewire_common.calls.errors import RequestError
-from pagewire_common.calls.patient_writer import PatientWriter
+from pagewire_common.calls.errors import PatientWriter, RequestError
 from scheduler_service.core import PoolingParams, PoolingType
 from scheduler_service.frontend.calls.generation import Context
 from scheduler_service.frontend.calls.text_calls import TextCall
@@ -18,7 +17,7 @@ from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output.request import served_fingerprint
 from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.frontend.output.streams import MAX_VECTOR_BYTES, OutputDelta
-from scheduler_service.wire.fields import decode_enum
+from scheduler_service.wire.messages import decode_enum
 
 MAX_STEP_BYTES = 16 << 20
 """Vector bytes of one step, if all its sequences have the same pooling parameters: 5 ms of the engine's time."""
@@ -42,19 +41,6 @@ async def embed(link: EngineLink, request: pb.EmbedRequest, context: Context) ->
             await call.run(encode_inputs(request, model), pooling, write, longest_input(request))
         finally:
             writer.close()
-
-
-async def embed_one(link: EngineLink, request: pb.EmbedRequest, context: Context) -> tuple[bytes, int]:
-    """The vector of the only text, and the text's number of tokens. Raises RequestError."""
-    parts: list[bytes] = []
-
-    async def take(_: int, state: RequestState) -> None:
-        parts.extend([delta.vectors async for delta in state.stream])
-
-    async with TextCall(link, request, context) as call:
-        pooling = read_pooling(request, call.model)
-        await call.run(encode_inputs(request, call.model), pooling, take, longest_input(request))
-        return b"".join(parts), call.num_tokens
 
 
 def read_pooling(request: pb.EmbedRequest, model: ServedModel) -> PoolingParams:

@@ -3,8 +3,8 @@
 import contextlib
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import grpc
@@ -12,13 +12,14 @@ import structlog
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.admin_service_pb2 import FinishedRequest
-from pagewire_common.calls import errors
-from pagewire_common.calls.errors import RequestError
-from pagewire_common.calls.patient_writer import PatientWriter
+from pagewire_common.calls.errors import PatientWriter, RequestError
+from pagewire_common.calls.request_limits import request_size
 from scheduler_service.access.caller import caller, tenant_of
 from scheduler_service.core import SequenceStatus
+from scheduler_service.frontend.checking.checks import check_context, check_names, check_place, check_sizes
+from scheduler_service.frontend.checking.prompt import encode_prompt, read_encoder_prompt
 from scheduler_service.frontend.checking.resumption import check_resumption
-from scheduler_service.frontend.checking.validation import check_names, check_request, check_sizes
+from scheduler_service.frontend.checking.sampling_validation import check_sampling, read_sampling
 from scheduler_service.frontend.link.engine_call import EngineCall
 from scheduler_service.frontend.link.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
@@ -32,8 +33,8 @@ from scheduler_service.frontend.output.request_memory import (
 from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.frontend.output.request_trace import CallTrace, RequestTrace, recorded
 from scheduler_service.frontend.output.streams import OutputDelta
-from scheduler_service.statistics.counts import RequestCounts
-from scheduler_service.statistics.finished_requests import RequestMetrics
+from scheduler_service.frontend.text.output_text import ReasoningMarks
+from scheduler_service.statistics.counts import RequestCounts, RequestMetrics
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -49,6 +50,22 @@ _CLIENTS_OWN = (grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED)
 """Statuses of a stream that the client left, or resumed in another call."""
 
 
+@dataclass(frozen=True, slots=True)
+class ChatOutput:
+    """Properties of a chat's output that a request has no fields for.
+
+    `make_form`: compiles the output form, which depends on the end of the rendered chat. `find_reasoning`: the marks of
+    the model's reasoning, which depend on the same. `fits_max_tokens`: `max_tokens` beyond the context is lowered.
+    """
+
+    make_form: Callable[[str], Awaitable[str]] | None = None
+    find_reasoning: Callable[[str], ReasoningMarks | None] = lambda _: None
+    fits_max_tokens: bool = False
+
+
+NO_CHAT = ChatOutput()
+
+
 class Answers(Protocol):
     def encode(self, delta: OutputDelta) -> Iterable[Any]:
         """The messages that this delta completes, in order. May raise RequestError."""
@@ -61,13 +78,9 @@ async def generate(
     make_answers: Callable[[RequestState, ServedModel], Answers],
     *,
     operation: str,
-    is_whole: bool = False,
-    num_bytes: int = 0,
+    output: ChatOutput = NO_CHAT,
 ) -> None:
-    """Serve a request until the call ends. Raises RequestError.
-
-    `is_whole`: send each output only after its end. `num_bytes`: bytes that the call holds in addition to `request`.
-    """
+    """Serve a request until the call ends. Raises RequestError."""
     record = _Record()
     with (
         recorded("request closed", operation, request, context, link.tracer, record.figures) as trace,
@@ -80,7 +93,7 @@ async def generate(
             api_key.check_adapter(request.lora_name)
         request_id = request.request_id or uuid.uuid4().hex
         structlog.contextvars.bind_contextvars(request_id=request_id)
-        admitted_bytes = request_bytes(request, errors.request_size.get()) + num_bytes
+        admitted_bytes = request_bytes(request, request_size.get())
         key = request_key(request.tenant, request_id)
         resumes = request.HasField("resume")
         has_sound = request.HasField("encoder_sound")
@@ -89,10 +102,11 @@ async def generate(
             key, admitted_bytes, later_bytes=later_bytes, resumes=resumes, adapter_name=request.lora_name
         )
         model = await allowed_model(link)
-        if has_sound or request.sampling.WhichOneof("constraint"):  # sounds and forms take long to check
+        has_form = output.make_form is not None or request.sampling.WhichOneof("constraint") is not None
+        if has_sound or has_form:  # sounds and forms take long to check
             await call.admitted()
         try:
-            checked = replace(await check_request(request, request_id, model), adapter_id=adapter_id, is_whole=is_whole)
+            checked = replace(await check_request(request, request_id, model, output), adapter_id=adapter_id)
             if resumes:
                 checked = await check_resumption(request, checked, model)
         except RequestError:
@@ -112,6 +126,38 @@ async def generate(
         finally:
             call.finished = record.finished()
         await call.close()
+
+
+async def check_request(
+    message: pb.GenerateRequest, request_id: str, model: ServedModel, output: ChatOutput = NO_CHAT
+) -> GenerationRequest:
+    """Make all checks except those of `check_sizes`, cheap checks first. Raises RequestError."""
+    if not model.generates:
+        reason = "this model generates no text; use Embed or Score"
+        raise RequestError(grpc.StatusCode.UNIMPLEMENTED, reason)
+    check_place(message, model)
+    sampling = message.sampling
+    check_sampling(sampling, model)
+    encoder_input = await read_encoder_prompt(message, model)
+    prompt, prompt_end = await encode_prompt(message, model)
+    check_context("the prompt", len(prompt), model)
+    grammar = await output.make_form(prompt_end) if output.make_form is not None else ""
+    return GenerationRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        prompt_end=prompt_end,
+        reasoning=output.find_reasoning(prompt_end),
+        sampling=await read_sampling(sampling, prompt, model, grammar, fits_max_tokens=output.fits_max_tokens),
+        n=(sampling.n or 1) if sampling.best_of > (sampling.n or 1) else None,
+        hides_logprobs=not sampling.HasField("logprobs"),
+        stop=tuple(sampling.stop) or model.defaults.stop,
+        include_stop_str_in_output=sampling.include_stop_str_in_output,
+        cache_salt=message.cache_salt,
+        tenant=message.tenant,
+        priority=message.priority,
+        encoder_input=encoder_input,
+        skip_special_tokens=sampling.skip_special_tokens if sampling.HasField("skip_special_tokens") else True,
+    )
 
 
 def _described(trace: CallTrace | None, request: GenerationRequest, model: ServedModel) -> RequestTrace | None:

@@ -10,7 +10,7 @@ from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.access.caller import caller, tenant_of
 from scheduler_service.core import EncoderInput
 from scheduler_service.frontend.calls.generation import Context, allowed_model
-from scheduler_service.frontend.checking.validation import check_characters, check_place
+from scheduler_service.frontend.checking.checks import check_characters, check_place
 from scheduler_service.frontend.link.engine_call import EngineCall
 from scheduler_service.frontend.link.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel

@@ -18,7 +18,7 @@ from scheduler_service.frontend.link.engine_link import EngineLink
 from scheduler_service.frontend.model import MAX_SCORED
 from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.frontend.text.tokenization import Text
-from scheduler_service.wire.front_end import floats
+from scheduler_service.wire.messages import floats
 
 QUERY, DOCUMENT = "{query}", "{document}"
 

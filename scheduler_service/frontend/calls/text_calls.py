@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire_common.calls import errors
 from pagewire_common.calls.errors import RequestError
+from pagewire_common.calls.request_limits import request_size
 from scheduler_service.core import PoolingParams, PoolingType
 from scheduler_service.frontend.calls.generation import Context
 from scheduler_service.frontend.calls.parted_call import PartedCall
@@ -39,7 +39,7 @@ class TextCall(PartedCall):
     event = "texts closed"
 
     def __init__(self, link: EngineLink, request: pb.EmbedRequest | pb.ScoreRequest, context: Context) -> None:
-        super().__init__(link, request, context, texts_bytes(request, errors.request_size.get()))
+        super().__init__(link, request, context, texts_bytes(request, request_size.get()))
         self.operation = EMBEDDINGS if isinstance(request, pb.EmbedRequest) else SCORE
         self._named = (
             ("inputs", request.inputs) if isinstance(request, pb.EmbedRequest) else ("documents", request.documents)

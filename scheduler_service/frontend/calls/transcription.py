@@ -10,16 +10,14 @@ import grpc
 import numpy as np
 
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire_common.calls import errors
-from pagewire_common.calls.errors import RequestError
-from pagewire_common.calls.patient_writer import PatientWriter
+from pagewire_common.calls.errors import PatientWriter, RequestError
+from pagewire_common.calls.request_limits import request_size
 from pagewire_common.sampling import NUMBERS
 from scheduler_service.core import EncoderInput, PoolingParams, PoolingType
 from scheduler_service.frontend.calls.generation import Context
 from scheduler_service.frontend.calls.parted_call import PartedCall
-from scheduler_service.frontend.checking.checks import check_context, invalid
+from scheduler_service.frontend.checking.checks import check_characters, check_context, invalid
 from scheduler_service.frontend.checking.sound_features import TOO_SHORT, open_sound, read_features, read_window
-from scheduler_service.frontend.checking.validation import check_characters
 from scheduler_service.frontend.link.engine_link import EngineLink
 from scheduler_service.frontend.output.request_memory import SOUND_BYTES, sound_bytes
 from scheduler_service.frontend.output.request_trace import TRANSCRIPTION
@@ -58,7 +56,7 @@ class _SpeechCall(PartedCall):
     event, operation, later_bytes = "transcription closed", TRANSCRIPTION, SOUND_BYTES
 
     def __init__(self, link: EngineLink, request: pb.TranscribeRequest, context: Context) -> None:
-        super().__init__(link, request, context, sound_bytes(request.sound, errors.request_size.get()))
+        super().__init__(link, request, context, sound_bytes(request.sound, request_size.get()))
         self._speech = request
         self._seconds = 0.0
 

@@ -1,4 +1,7 @@
-"""Checks that several kinds of requests share. Every error message names the field, its value and the limit."""
+"""Checks that several kinds of requests share, and the checks before any work on a Generate request.
+
+Every error message names the field, its value and the limit.
+"""
 
 import asyncio
 from array import array
@@ -7,10 +10,15 @@ from typing import NoReturn
 
 import grpc
 
+from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.calls.errors import RequestError
+from pagewire_common.sampling import MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_N, MAX_STOP_TOKENS, MAX_STRING
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.text.tokenization import Tokenizer
 
+MAX_REQUEST_ID = 128
+MAX_PRIORITY = 1000
+MAX_MESSAGES = 4096
 IDS_AT_ONCE = 1 << 13
 """Token ids that are read in one turn of the event loop."""
 
@@ -22,6 +30,39 @@ def invalid(message: str) -> NoReturn:
 def check_length(name: str, length: int, most: int) -> None:
     if length > most:
         invalid(f"{name} has {length} entries; at most {most} are allowed")
+
+
+def check_characters(name: str, text: str, most: int = MAX_STRING) -> None:
+    if len(text) > most:
+        invalid(f"{name} has {len(text)} characters; at most {most} are allowed")
+
+
+def check_names(message: pb.GenerateRequest | pb.AbortRequest) -> None:
+    check_characters("request_id", message.request_id, MAX_REQUEST_ID)
+    check_characters("tenant", message.tenant)
+
+
+def check_place(
+    message: pb.GenerateRequest | pb.EmbedRequest | pb.ScoreRequest | pb.TranscribeRequest, model: ServedModel
+) -> None:
+    check_characters("cache_salt", message.cache_salt)
+    if message.priority and not model.has_priorities:
+        invalid(f"priority is {message.priority}; this server does not run with --scheduling-policy priority")
+    if abs(message.priority) > MAX_PRIORITY:
+        invalid(f"priority is {message.priority}; it must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
+
+
+def check_sizes(message: pb.GenerateRequest) -> None:
+    """Refuse too long lists, before any code iterates over them or counts their bytes."""
+    check_characters("lora_name", message.lora_name)
+    check_length("chat.messages", len(message.chat.messages), MAX_MESSAGES)
+    check_length("resume.outputs", len(message.resume.outputs), MAX_N)
+    check_length("sampling.bad_words", len(message.sampling.bad_words), MAX_BAD_WORDS)
+    check_length("sampling.stop_token_ids", len(message.sampling.stop_token_ids), MAX_STOP_TOKENS)
+    check_length("sampling.logit_bias", len(message.sampling.logit_bias), MAX_LOGIT_BIASES)
+    for name in ("n", "best_of", "beam_width"):
+        if (number := getattr(message.sampling, name)) > MAX_N:
+            invalid(f"sampling.{name} is {number}; it must be at most {MAX_N}")
 
 
 def check_token_ids(field: str, token_ids: Collection[int], model: ServedModel) -> None:

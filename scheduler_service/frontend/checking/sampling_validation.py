@@ -40,9 +40,20 @@ from scheduler_service.wire.sampling import RequestSampling
 MIN_TEMPERATURE = 0.01
 
 
-async def read_sampling(sampling: pb.SamplingParams, prompt: Sequence[int], model: ServedModel) -> RequestSampling:
-    """Check the sampling parameters that depend on the prompt, and fill in defaults. Call `check_sampling` first."""
-    max_tokens = _max_tokens(sampling, len(prompt), model)
+async def read_sampling(
+    sampling: pb.SamplingParams,
+    prompt: Sequence[int],
+    model: ServedModel,
+    grammar: str = "",
+    *,
+    fits_max_tokens: bool = False,
+) -> RequestSampling:
+    """Check the sampling parameters that depend on the prompt, and fill in defaults. Call `check_sampling` first.
+
+    `grammar`: a compiled output form, in place of the form in `sampling`. `fits_max_tokens`: a number of tokens beyond
+    the context is lowered.
+    """
+    max_tokens = _max_tokens(sampling, len(prompt), model, fits=fits_max_tokens)
     if sampling.stop:
         require_tokenizer("sampling.stop", model)
     bad_words: tuple[Sequence[int], ...] = ()
@@ -53,7 +64,9 @@ async def read_sampling(sampling: pb.SamplingParams, prompt: Sequence[int], mode
         check_token_ids("sampling.bad_words", word, model)
     allowed = await take_token_ids(sampling.allowed_token_ids)
     check_token_ids("sampling.allowed_token_ids", allowed, model)
-    form = await _read_form(sampling, model) if sampling.WhichOneof("constraint") else ""
+    form = grammar
+    if not form and sampling.WhichOneof("constraint"):
+        form = await _read_form(sampling, model)
     ends = _ends(sampling, model, len(prompt), max_tokens)
     checked = _sampling_params(sampling, model, ends, bad_words, await _distinct(allowed, model), form)
     if not checked.allows_some(prompt, 0):
@@ -155,7 +168,7 @@ async def _distinct(token_ids: "array[int]", model: ServedModel) -> "array[int]"
     return distinct
 
 
-def _max_tokens(sampling: pb.SamplingParams, num_prompt_tokens: int, model: ServedModel) -> int:
+def _max_tokens(sampling: pb.SamplingParams, num_prompt_tokens: int, model: ServedModel, *, fits: bool) -> int:
     room = model.context_length - num_prompt_tokens
     name = max(("n", "best_of", "beam_width"), key=lambda name: getattr(sampling, name))
     if (n := getattr(sampling, name)) > 1:
@@ -173,12 +186,12 @@ def _max_tokens(sampling: pb.SamplingParams, num_prompt_tokens: int, model: Serv
             )
         room = min(room, in_pool)
     if sampling.HasField("max_tokens"):
-        if sampling.max_tokens > room:
+        if sampling.max_tokens > room and not fits:
             invalid(
                 f"the prompt has {num_prompt_tokens} tokens and sampling.max_tokens is {sampling.max_tokens}; "
                 f"together they exceed the context of {model.context_length} tokens"
             )
-        max_tokens = sampling.max_tokens
+        max_tokens = min(sampling.max_tokens, room)
     else:
         most = model.defaults.max_tokens(num_prompt_tokens)
         if most is not None and most < 1:

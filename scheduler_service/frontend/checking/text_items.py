@@ -6,7 +6,7 @@ from typing import TypeVar
 from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.frontend.checking.checks import check_token_ids, invalid, require_tokenizer, take_token_ids
 from scheduler_service.frontend.model import ServedModel
-from scheduler_service.frontend.text.encoding_errors import TooManyTokensError
+from scheduler_service.frontend.rendering.encoding_errors import TooManyTokensError
 from scheduler_service.frontend.text.tokenization import Text, TextItem
 
 T = TypeVar("T")

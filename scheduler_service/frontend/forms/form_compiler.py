@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
@@ -67,9 +67,12 @@ def compile_form(kind: str, texts: Sequence[str], *, closes_objects: bool = Fals
     return grammar, _ONE_OF if "coerce_one_of" in error else error
 
 
-def _schema_grammar(text: str, closes_objects: bool) -> str:
-    schema = read_schema(text)
-    if isinstance(schema, bool):  # llguidance takes options only for an object
+def rewrite_schema(schema: Any, *, closes_objects: bool) -> tuple[dict[str, Any], "JsonCompileOptions"]:
+    """Rewrite a schema from `read_schema`, except for its numbers, and choose llguidance's options.
+
+    Raises SchemaError.
+    """
+    if isinstance(schema, bool):  # llguidance takes options only for a schema that is an object
         schema = {} if schema else {"not": {}}
     if isinstance(schema, dict) and "x-guidance" in schema:
         raise SchemaError("x-guidance is not supported; leave it out")
@@ -79,7 +82,11 @@ def _schema_grammar(text: str, closes_objects: bool) -> str:
     if closes_objects:
         schema = close_objects(schema)
     schema = KeyPatterns(_TOKENIZER).list_keys(schema)
-    options: JsonCompileOptions = {**_JSON_OPTIONS, "json_allowed_escapes": json_escapes(schema)}
+    return schema, {**_JSON_OPTIONS, "json_allowed_escapes": json_escapes(schema)}
+
+
+def _schema_grammar(text: str, closes_objects: bool) -> str:
+    schema, options = rewrite_schema(read_schema(text), closes_objects=closes_objects)
     try:
         grammar = LLMatcher.grammar_from_json_schema(write_schema(rewrite_numbers(schema)), overrides=options)
     except NumberError:

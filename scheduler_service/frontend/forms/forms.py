@@ -33,14 +33,22 @@ class FormError(ValueError):
 
 
 class Forms:
-    def __init__(self) -> None:
-        # (grammar, error, time of compilation) by the form's digest, least recently used first
+    """Compiles output forms to grammars, and caches recently used grammars.
+
+    `module`: the program of the compiling processes, which receive the bytes `setup` first.
+    """
+
+    def __init__(
+        self,
+        module: str = "scheduler_service.frontend.forms.form_compiler",
+        does: str = "compiles forms",
+        setup: bytes = b"",
+    ) -> None:
+        # (grammar, error, time of compilation) by the form's digest, least recently used first.
         self._grammars: OrderedDict[bytes, tuple[str, str, float]] = OrderedDict()
         self._num_bytes = 0
         self._turns: weakref.WeakValueDictionary[bytes, asyncio.Lock] = weakref.WeakValueDictionary()
-        self._compilers = LimitedProcesses(
-            NUM_COMPILERS, "scheduler_service.frontend.forms.form_compiler", "compiles forms"
-        )
+        self._compilers = LimitedProcesses(NUM_COMPILERS, module, does, setup)
 
     async def read(self, sampling: pb.SamplingParams, *, undeclared_keys: bool = True) -> str:
         """The grammar of a request's output form. Raises FormError or RequestError.
@@ -50,7 +58,13 @@ class Forms:
         kind = sampling.WhichOneof("constraint")
         assert kind is not None
         closes_objects = kind == "json_schema" and (sampling.strict or not undeclared_keys)
-        form = json.dumps([kind, closes_objects, *_texts(kind, sampling)]).encode()
+        grammar, error = await self.compiled(json.dumps([kind, closes_objects, *_texts(kind, sampling)]).encode())
+        if error:
+            raise FormError(f"sampling.{kind} cannot be followed: {error}")
+        return grammar
+
+    async def compiled(self, form: bytes) -> tuple[str, str]:
+        """The grammar for a message to a compiling process, and an error message. Raises RequestError."""
         digest = hashlib.sha256(form).digest()
         turn = self._turns.setdefault(digest, asyncio.Lock())
         # Requests with the same form wait for the first. If its client disconnects, the next request compiles the form.
@@ -61,9 +75,7 @@ class Forms:
             else:
                 grammar, error = await self._compilers.run(lambda compiler: _compile(compiler, form))
                 self._keep(digest, grammar, error)
-        if error:
-            raise FormError(f"sampling.{kind} cannot be followed: {error}")
-        return grammar
+        return grammar, error
 
     def _keep(self, digest: bytes, grammar: str, error: str) -> None:
         _, old, _ = self._grammars.pop(digest, ("", "", 0.0))  # an expired refusal

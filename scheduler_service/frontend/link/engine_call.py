@@ -13,15 +13,13 @@ from pagewire_common.calls.errors import RequestError
 from scheduler_service.access.caller import caller
 from scheduler_service.core import EncoderInput
 from scheduler_service.core.blocks.prefix_cache import block_keys, key_of_adapter, root_behind, root_key
-from scheduler_service.frontend.link.admissions import patience
 from scheduler_service.frontend.link.engine_connection import accepted
-from scheduler_service.frontend.link.engine_link import EngineLink
+from scheduler_service.frontend.link.engine_link import EngineLink, patience
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output.request import GenerationRequest
 from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.frontend.output.request_trace import RequestTrace
-from scheduler_service.wire.fields import encode_fields
-from scheduler_service.wire.front_end import encode_sampling, pack
+from scheduler_service.wire.messages import encode_fields, encode_sampling, pack
 
 KEYS_AT_ONCE = 1024
 """Keys computed in one turn of the event loop, at 1 µs each: a prompt of 131,000 tokens would block it for 24 ms."""
@@ -98,7 +96,7 @@ class EngineCall:
         self._is_known = True
 
     async def hold(self, num_bytes: int) -> None:
-        """Add memory for this call's texts. Raises RequestError if memory is lacking."""
+        """Reserve more memory for this call's texts. Raises RequestError if memory is lacking."""
         await self._link.connection.ask(self.number, hold=pb.Hold(num_bytes=num_bytes))
 
     async def admit_side_call(self, num_bytes: int = 0) -> None:

@@ -14,7 +14,7 @@ from pagewire.v1 import engine_service_pb2 as pb
 from pagewire.v1.engine_service_pb2_grpc import EngineServiceStub
 from pagewire_common.calls.errors import RequestError
 from pagewire_common.connection.channel import open_channel
-from scheduler_service.wire.front_end import Pace
+from scheduler_service.wire.messages import Pace
 
 log = structlog.get_logger()
 

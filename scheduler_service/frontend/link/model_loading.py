@@ -2,6 +2,8 @@
 
 import asyncio
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from pagewire.v1 import engine_service_pb2 as pb
 from pagewire_common.processes.temporary import TemporaryFolder
@@ -15,8 +17,8 @@ MAX_REASON = 300
 class ModelLoading:
     """Loads the model on a thread, after its files have arrived. Create the object inside the event loop."""
 
-    def __init__(self, connection: EngineConnection) -> None:
-        self._connection = connection
+    def __init__(self, connection: EngineConnection, response_template: Mapping[str, Any] | None = None) -> None:
+        self._connection, self._response_template = connection, response_template
         self.model: ServedModel | None = None
         """None before the model is loaded, and after a failed load."""
         self._loaded: asyncio.Future[ServedModel] = asyncio.get_running_loop().create_future()
@@ -41,7 +43,7 @@ class ModelLoading:
             with TemporaryFolder("tokenizer") as folder:
                 for name, data in self._files.items():
                     (folder / name).write_bytes(data)
-                return ServedModel.load(limits, folder)
+                return ServedModel.load(limits, folder, self._response_template)
 
         try:
             self.model = await asyncio.to_thread(without_panic, load)

@@ -9,7 +9,7 @@ import grpc
 from pagewire_common.calls.errors import RequestError
 from scheduler_service.core import EncoderInput, SamplingParams, SequenceStatus
 from scheduler_service.frontend.model import ServedModel
-from scheduler_service.frontend.text.output_text import OutputText
+from scheduler_service.frontend.text.output_text import OutputText, ReasoningMarks
 from scheduler_service.frontend.text.tokenization import Tokenizer
 from scheduler_service.wire.sampling import RequestSampling
 
@@ -58,7 +58,8 @@ class GenerationRequest:
 
     `n`: number of the likeliest outputs to send; None: send all.
     `hides_logprobs`: log-probabilities only rank the outputs.
-    `is_whole`: send each output only after its end.
+    `prompt_end`: the last characters of a rendered chat; empty for other prompts.
+    `reasoning`: marks of the reasoning, in which stop strings have no effect.
     """
 
     request_id: str
@@ -74,9 +75,10 @@ class GenerationRequest:
     hides_logprobs: bool = False
     resumption: Resumption = Resumption()
     resumes: bool = False
-    is_whole: bool = False
     adapter_id: str = ""
     encoder_input: EncoderInput | None = None
+    prompt_end: str = ""
+    reasoning: ReasoningMarks | None = None
 
     @property
     def key(self) -> str:
@@ -112,6 +114,7 @@ class GenerationRequest:
             stop=self.stop,
             include_stop=self.include_stop_str_in_output,
             min_tokens=self.sampling.min_tokens,
+            reasoning=self.reasoning,
         )
 
 

@@ -41,9 +41,7 @@ def request_bytes(message: pb.GenerateRequest, num_bytes: int = 0) -> int:
     num_numbers = len(message.token_ids.ids) + len(sampling.allowed_token_ids) + 8 * len(sampling.logit_bias)
     num_numbers += len(message.encoder_token_ids.ids)
     num_numbers += sum(len(output.token_ids) for output in message.resume.outputs)
-    num_characters = (
-        len(message.text) + len(message.encoder_text) + sum(len(part.content) for part in message.chat.messages)
-    )
+    num_characters = len(message.text) + len(message.encoder_text) + _chat_characters(message.chat)
     num_characters += sum(map(len, sampling.bad_words)) + sum(map(len, sampling.choice.options))
     num_characters += len(sampling.json_schema) + len(sampling.regex) + len(sampling.grammar)
     num_outputs = max(1, sampling.n, sampling.best_of, sampling.beam_width)
@@ -54,6 +52,11 @@ def request_bytes(message: pb.GenerateRequest, num_bytes: int = 0) -> int:
         + CHARACTER_BYTES * num_characters
         + 2 * max(num_bytes, message.ByteSize())
     )
+
+
+def _chat_characters(chat: pb.Chat) -> int:
+    num_characters = len(chat.tools) + len(chat.documents) + len(chat.template_arguments)
+    return num_characters + sum(len(part.content) + len(part.fields) for part in chat.messages)
 
 
 def sound_bytes(sound: pb.Sound, num_bytes: int = 0) -> int:

@@ -16,9 +16,8 @@ from scheduler_service.frontend.output.request_trace import RequestTrace
 from scheduler_service.frontend.output.streams import OutputDelta, OutputStream, Turns
 from scheduler_service.frontend.output.whole_output import RankedOutput, WholeOutput
 from scheduler_service.frontend.text.tokenization import Tokenizer
-from scheduler_service.statistics.counts import RequestCounts, TokenTimes
-from scheduler_service.statistics.finished_requests import RequestMetrics
-from scheduler_service.wire.fields import decode_enum
+from scheduler_service.statistics.counts import RequestCounts, RequestMetrics, TokenTimes
+from scheduler_service.wire.messages import decode_enum
 
 
 @dataclass(slots=True)
@@ -84,7 +83,7 @@ class RequestState:
         self._num_hypothesis_tokens: list[int] | None = None
         resumption, num_sequences = request.resumption, request.sampling.n
         num_open = request.num_outputs - len(resumption.finished)
-        self.stream = OutputStream(num_open, turns, unread, until_ended=request.is_whole)
+        self.stream = OutputStream(num_open, turns, unread)
         self.times = TokenTimes(counts, [len(tokens) for tokens in resumption.token_ids] or [0] * num_sequences)
         self._texts = [resumption.texts.get(index) or request.text(tokenizer) for index in range(num_sequences)]
         self._has_ended = [not request.comes_whole and index in resumption.finished for index in range(num_sequences)]

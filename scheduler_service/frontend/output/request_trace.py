@@ -236,6 +236,8 @@ def recorded(
         names = names_of(request.tenant, request.lora_name)
         if trace_id:
             names["trace_id"] = trace_id
+        if end.sentence:
+            names["reason"] = end.sentence[:MAX_STRING]
         known = {"total_seconds": end.seconds, **figures()}
         if trace is not None:
             trace.end(end.status, end.sentence, known)

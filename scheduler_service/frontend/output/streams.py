@@ -149,15 +149,14 @@ class Turns:
 class OutputStream:
     """The deltas of one request, which `RequestState` puts and one reader takes.
 
-    A reader's turn lasts until it requests the next delta or leaves. With `until_ended`, deltas follow an output's end.
+    A reader's turn lasts until it requests the next delta or leaves.
     """
 
-    def __init__(self, num_outputs: int, turns: Turns, unread: UnreadOutput, *, until_ended: bool = False) -> None:
+    def __init__(self, num_outputs: int, turns: Turns, unread: UnreadOutput) -> None:
         self.num_open = num_outputs
         self.num_unread = 0  # bytes of output that the client has not read yet
         self.when_cut: Callable[[RequestError], None] | None = None
         """A function that `cut` calls to stop the reader, which may be writing a delta."""
-        self._until_ended = until_ended
         self._unread = unread
         self._taken = 0  # bytes of the delta that the reader is writing to the client
         self._full: deque[OutputDelta] = deque()
@@ -178,8 +177,7 @@ class OutputStream:
             waiting.merge(delta)
         else:
             self._begin(delta)
-        if delta.status is not None or not self._until_ended:
-            self._notify()
+        self._notify()
 
     def put_token(self, index: int, token_id: int, text: str, num_output_tokens: int) -> None:
         """Add a token and its text: the fast path of `put` for a request with `is_plain`, which most tokens take."""
@@ -190,7 +188,7 @@ class OutputStream:
         delta.token_ids.append(token_id)
         delta.text += text
         delta.num_output_tokens = num_output_tokens
-        if self._is_awaited and not self._until_ended:
+        if self._is_awaited:
             self._notify()
 
     def put_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:

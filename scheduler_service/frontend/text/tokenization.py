@@ -20,10 +20,10 @@ from typing import TypeVar
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
-from scheduler_service.frontend.text.chat_marks import ChatMarks
-from scheduler_service.frontend.text.encoding_errors import TooManyTokensError
+from scheduler_service.frontend.rendering.chat_input import END_CHARACTERS, ChatInput, EncodedChat
+from scheduler_service.frontend.rendering.chat_marks import MarkedText
+from scheduler_service.frontend.rendering.encoding_errors import TooManyTokensError
 from scheduler_service.frontend.text.tokenizer_loading import load_tokenizer
-from scheduler_service.frontend.text.word_finder import WordFinder
 
 # Prompt tokens with which a detokenizer starts, because some tokenizers drop a space at the start of a text.
 NUM_CONTEXT_TOKENS = 6
@@ -82,7 +82,6 @@ class Tokenizer:
         self._parsing, self._plain = files.parsing, files.plain
         self._chats = files.chats
         self._truncates_left = files.truncates_left
-        self._special = WordFinder(files.hidden)
         self.eos_token_id = files.eos_token_id
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
         self._side_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-aside")
@@ -92,9 +91,20 @@ class Tokenizer:
         for token_id in vocabulary.values():
             self._known[token_id] = True
         self._not_special = self._known[:]
-        for token_id, token in self._parsing.get_added_tokens_decoder().items():
+        added = self._parsing.get_added_tokens_decoder()
+        for token_id, token in added.items():
             self._not_special[token_id] = not token.special
+        self.special_tokens = frozenset(token.content for token in added.values() if token.special)
+        """Texts of the tokens that outputs leave out unless `skip_special_tokens` is false."""
+        self.added_tokens = {token.content: token_id for token_id, token in added.items()}
+        """Ids of the tokens that the tokenizer's model does not have, special or not, by their texts."""
+        self.response_template = files.response_template
         self._anchor = _anchor(self._parsing)
+
+    @property
+    def chat_template(self) -> str:
+        """The source of the chat template; "" if the model has none."""
+        return "" if self._chats is None else self._chats.source
 
     @property
     def has_chat_template(self) -> bool:
@@ -114,14 +124,16 @@ class Tokenizer:
         """
         return await self._on_thread(lambda: [self._encode_text(*item, most, truncate) for item in enumerate(texts)])
 
-    async def encode_chat(
-        self, messages: Sequence[dict[str, str]], *, most: int = MAX_TOKENS, aside: bool = False
-    ) -> list[int]:
-        """Token ids up to the assistant's turn. Raises TemplateError, TooManyTokensError or RequestError."""
+    def template_names(self, word: str) -> bool:
+        """Whether the model's chat template has a word, such as the name of a variable or of a role."""
+        return self._chats is not None and self._chats.names(word)
+
+    async def encode_chat(self, chat: ChatInput, *, most: int = MAX_TOKENS, aside: bool = False) -> EncodedChat:
+        """Encode a chat. Raises TemplateError, TooManyTokensError or RequestError."""
         assert self._chats is not None
-        marks = ChatMarks(self._special, most)
-        text = await self._chats.render(messages, marks, most, self.longest_token, aside=aside)
-        return await self._on_thread(lambda: self._encode_chat(text, marks, most), aside=aside)
+        text = await self._chats.render(chat, most, self.longest_token, aside=aside)
+        ids = await self._on_thread(lambda: self._encode_chat(text, most), aside=aside)
+        return EncodedChat(ids, text.tail(END_CHARACTERS))
 
     async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Token ids of each word, both at the start of a text and after a space."""
@@ -171,15 +183,17 @@ class Tokenizer:
         threads = self._side_thread if aside else self._threads
         return await asyncio.get_running_loop().run_in_executor(threads, without_panic, function)
 
-    def _encode_chat(self, text: str, marks: ChatMarks, most: int) -> list[int]:
-        plain = [_encode(self._plain, word, most) for word in marks.words]
-        pieces = marks.pieces(text)
+    def _encode_chat(self, text: MarkedText, most: int) -> list[int]:
+        plain: dict[int, list[int]] = {}
+        pieces = text.pieces()
         ids: list[int] = []
         while some := list(islice(pieces, PIECES_AT_ONCE)):
             encoded = self._encode_pieces([piece for piece, _ in some], most)
             for (_, number), piece_ids in zip(some, encoded, strict=True):
                 ids += piece_ids
                 if number is not None:
+                    if number not in plain:
+                        plain[number] = _encode(self._plain, text.words[number], most)
                     ids += plain[number]
                 if len(ids) > 2 * most:
                     raise TooManyTokensError

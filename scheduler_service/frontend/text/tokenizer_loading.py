@@ -5,7 +5,7 @@ tokenizer class in other files.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from pagewire_common.model_files.json_text import loads
 from pagewire_common.model_files.shown import shown
 from pagewire_common.model_files.tokenizer_config import FLAGS, Token, TokenizerConfig, check_ids
 from pagewire_common.start_error import StartError
-from scheduler_service.frontend.text.chat_renderer import ChatRenderer
+from scheduler_service.frontend.rendering.chat_renderer import ChatRenderer
 
 log = structlog.get_logger()
 
@@ -44,6 +44,7 @@ class TokenizerFiles:
     chats: ChatRenderer | None
     eos_token_id: int | None
     truncates_left: bool
+    response_template: Mapping[str, Any] | None = None
 
 
 def load_tokenizer(directory: Path) -> TokenizerFiles:
@@ -76,13 +77,17 @@ def load_tokenizer(directory: Path) -> TokenizerFiles:
     plain.add_special_tokens([known[content] for content in sorted(hidden - special)])
     _compare_ends(parsing, config)
     variables = {name: token.content for name, token in config.special.items()}
+    chats = None
+    if config.chat_template is not None:
+        chats = ChatRenderer(*config.chat_template, variables, sorted(hidden))
     return TokenizerFiles(
         parsing=parsing,
         plain=plain,
         hidden=tuple(sorted(hidden)),
-        chats=None if config.chat_template is None else ChatRenderer(*config.chat_template, variables),
+        chats=chats,
         eos_token_id=config.token_id("eos_token", parsing.token_to_id),
         truncates_left=config.truncates_left,
+        response_template=config.response_template,
     )
 
 

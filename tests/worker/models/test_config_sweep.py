@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.attention.metadata import AttentionMetadata
+from kernels.inputs import AttentionMetadata
 from worker_service.models.config.rope import ROPE_KEYS
 from worker_service.models.decoders import families
 from worker_service.models.decoders.decoder import Decoder

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.upload import upload
+from kernels.inputs import upload
 from worker_service.errors import InvalidStepError
 from worker_service.loading.adapter import Adapter
 from worker_service.models.causal_model import AdapterPlace, Loadable

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.attention.narrow_cache import stored_size
 from kernels.backends import ops_for
-from kernels.upload import upload
+from kernels.inputs import upload
 from worker_service.session.step import BlockMapping, SchedulerOutput
 
 _MEASURED_BLOCKS = 8

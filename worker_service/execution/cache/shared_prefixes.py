@@ -1,7 +1,8 @@
 """Finds rows of a decode step whose contexts begin with the same blocks, so that attention reads shared blocks once.
 
-A row is one query token. A shared prefix is split into parts of `PART_KEYS` keys. An item is one part with the rows for
-which an attention kernel reads the part once."""
+A row is one query token. A shared prefix is split into parts of `PART_KEYS` keys. An item is one part and a group of
+rows: an attention kernel reads the part once for the whole group.
+"""
 
 from array import array
 from collections import defaultdict
@@ -12,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.attention.metadata import PART_KEYS, SharedParts
-from kernels.upload import upload
+from kernels.inputs import PART_KEYS, SharedParts, upload
 
 _ITEMS_A_ROW = 2
 """Items to allocate per row of a step. With 2, 256 rows in items of 16 rows and 512 tokens can share 16,384 tokens."""

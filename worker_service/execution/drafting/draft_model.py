@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.attention.metadata import AttentionMetadata
+from kernels.inputs import AttentionMetadata
 from worker_service.execution.cache.cache_engine import CacheEngine
 from worker_service.models.causal_model import AdapterPlace, CausalModel
 from worker_service.models.layers.linear import NONE_QUANTIZED, Quantization, Quantized

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import torch
 
-from kernels.upload import upload
+from kernels.inputs import upload
 from pagewire_common.start_error import StartError
 from worker_service.errors import is_out_of_memory
 from worker_service.execution.cache.cache_engine import CacheEngine

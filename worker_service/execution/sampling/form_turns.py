@@ -37,8 +37,10 @@ def in_turns(
 def largest(
     items: Iterable[WithRows],
 ) -> Iterator[WithRows]:
-    """The outputs to end, so that the rest need at most `MAX_TOGETHER` bytes: always the largest output of the tenant
-    whose outputs need the most memory."""
+    """The outputs to end, until the rest need at most `MAX_TOGETHER` bytes.
+
+    Each is the largest output of the tenant that needs the most memory at that point.
+    """
     alive = [one for one in items if not one[0].progress.is_over]
     by_owner: Counter[bytes] = Counter()
     for item, _ in alive:

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.inputs import upload
 from kernels.sampling import logit_edits as kernel
-from kernels.upload import upload
 from worker_service.execution.sampling.form_masks import FormMasks
 from worker_service.execution.sampling.transcripts import edit_transcript
 from worker_service.session.session import SequenceState

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kernels.inputs import upload
 from kernels.sampling.ops import sampling_ops_for
-from kernels.upload import upload
 from worker_service.session.session import SequenceState
 from worker_service.session.step import SampleLogprobs
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kernels.inputs import upload
 from kernels.sampling.eager import Draws
 from kernels.sampling.noise import row_keys
 from kernels.sampling.ops import sampling_ops_for
-from kernels.upload import upload
 from worker_service.execution.sampling.form_masks import FormMasks
 from worker_service.execution.sampling.logit_edits import edit_logits
 from worker_service.session.session import SequenceState

@@ -20,9 +20,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels.attention.metadata import PART_KEYS
 from kernels.attention.narrow_cache import is_narrow
 from kernels.backends import EAGER, backend_name, ops_for
+from kernels.inputs import PART_KEYS
 from worker_service.execution.cache.cache_engine import CacheEngine
 from worker_service.execution.cache.shared_prefixes import SharedInputs
 from worker_service.execution.steps.decode_inputs import DecodeInputs, UnseenTokens

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.attention.metadata import AttentionMetadata, SharedParts
-from kernels.upload import upload
+from kernels.inputs import AttentionMetadata, SharedParts, upload
 from worker_service.session.session import PLACEHOLDER, ScheduledChunk
 from worker_service.session.step import TOKENS
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kernels.upload import upload
+from kernels.inputs import upload
 from worker_service.execution.sampling.pooling import pool_all
 from worker_service.execution.steps.model_runner import Runner
 from worker_service.execution.steps.running_step import RunningStep, StepClock

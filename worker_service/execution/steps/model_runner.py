@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.attention.metadata import AttentionMetadata
-from kernels.upload import upload
+from kernels.inputs import AttentionMetadata, upload
 from worker_service.errors import DeviceLostError, InvalidStepError
 from worker_service.execution.adapters.adapters import Adapters
 from worker_service.execution.cache.cache_engine import CacheEngine

@@ -112,7 +112,7 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
             self._tensor(layer, "g_idx")  # raises ValueError without g_idx
         if self.config.layers_differ and self._has(layer, "g_idx"):
             bits = 8 if len(words) * 4 == len(self._tensor(layer, "g_idx")) else 4
-        numbers = _unpacked(words, bits).permute(1, 0, 2).flatten(1)  # a word has neighbouring inputs
+        numbers = _unpacked(words, bits).permute(1, 0, 2).flatten(1)  # a word packs the numbers of neighbouring inputs
         zeros = self._matrix(layer, "qzeros")
         if self.config.stores_one_less:
             zeros = zeros + _ONES[bits]  # carries into the next number, as in gptqmodel
@@ -122,7 +122,7 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
 
     def _awq(self, layer: str) -> GroupedWeight:
         words, zeros, scales = (self._matrix(layer, part) for part in ("qweight", "qzeros", "scales"))
-        numbers = _unpacked(words, 4)[:, :, _AWQ_PLACES].flatten(1)  # a word has neighbouring outputs
+        numbers = _unpacked(words, 4)[:, :, _AWQ_PLACES].flatten(1)  # a word packs the numbers of neighbouring outputs
         self._check_groups(len(numbers), len(scales))
         return _grouped(numbers.T, scales.T, _unpacked(zeros, 4)[:, :, _AWQ_PLACES].flatten(1).T, 4)
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from kernels.attention.metadata import AttentionMetadata
 from kernels.backends import ops_for
+from kernels.inputs import AttentionMetadata
 from worker_service.models.borrowed.attention import NAME, within
 from worker_service.models.borrowed.config import TransformersConfig
 from worker_service.models.borrowed.network import Head, build_network

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.attention.metadata import AttentionMetadata
 from kernels.backends import ops_for
+from kernels.inputs import AttentionMetadata
 from kernels.ops import Ops
 from worker_service.models.decoders.eagle_config import EagleConfig
 from worker_service.models.decoders.head_layer import HeadLayer

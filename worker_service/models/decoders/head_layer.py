@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.attention.metadata import AttentionMetadata
 from kernels.backends import ops_for
+from kernels.inputs import AttentionMetadata, rotary_tables
 from kernels.ops import Ops
-from kernels.reference import rotary_tables
 from worker_service.models.decoders.decoder_config import DecoderConfig
 from worker_service.models.layers.linear import Linear
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.attention.metadata import AttentionMetadata
 from kernels.backends import ops_for
+from kernels.inputs import AttentionMetadata
 from kernels.ops import Ops
 from worker_service.models.decoders.decoder import Decoder
 from worker_service.models.decoders.decoder_config import DecoderConfig

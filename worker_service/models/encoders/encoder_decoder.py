@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from kernels.attention.metadata import AttentionMetadata
 from kernels.backends import ops_for
+from kernels.inputs import AttentionMetadata
 from worker_service.models.borrowed.network import Head, PackedLinear, build_network
 from worker_service.models.borrowed.weights import checkpoint_places
 from worker_service.models.causal_model import AdapterPlace

@@ -15,7 +15,7 @@ from worker_service.models.layers.linear import Linear, Quantization, joined
 class ExpertLinear:
     """`x[row] @ weights[expert].T` for each row with its expert, batch-invariant. If the kernels multiply all experts
     in one call, weights are one tensor (the stack). Otherwise each is packed by itself, and a step reads only experts
-    with rows. Loading has at most one expert's weight in memory twice."""
+    with rows. While weights are loaded, at most one expert's weight is in memory in two copies."""
 
     def __init__(
         self,

@@ -1,0 +1,218 @@
+"""Converts a text, chat or list of token ids to the prompt of a decoder or an encoder, and tokens to text."""
+
+import asyncio
+from array import array
+from typing import NamedTuple
+
+from pagewire.v1 import inference_service_pb2 as pb
+from scheduler_service.core import EncoderInput
+from scheduler_service.frontend.checking.checks import (
+    MAX_MESSAGES,
+    check_context,
+    check_length,
+    check_token_ids,
+    invalid,
+    require_tokenizer,
+    take_token_ids,
+)
+from scheduler_service.frontend.checking.sound_features import read_sound
+from scheduler_service.frontend.model import ServedModel
+from scheduler_service.frontend.rendering.chat_input import ChatInput, EncodedChat, RawMessage
+from scheduler_service.frontend.rendering.encoding_errors import TemplateError, TooManyTokensError
+from scheduler_service.frontend.text.tokenization import Tokenizer
+
+MAX_TOKENIZE = 1 << 17
+"""Largest number of tokens of a Tokenize call. For a model with a longer context, the context length is the limit."""
+MAX_DETOKENIZE = 1 << 17
+MAX_SEPARATE = 1 << 12
+MAX_DETOKENIZED_CHARACTERS = 1_000_000
+"""Largest number of characters of a Detokenize answer, which then has at most 4 MB, a size that any gRPC client
+accepts.
+"""
+MESSAGES_AT_ONCE = 512
+"""Largest number of chat messages that are read in one turn of the event loop."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class Prompt(NamedTuple):
+    """The token ids of a prompt. `end`: the last characters of a rendered chat; empty for other prompts."""
+
+    token_ids: "array[int]"
+    end: str = ""
+
+
+async def encode_prompt(message: pb.GenerateRequest | pb.TokenizeRequest, model: ServedModel) -> Prompt:
+    """Convert a request's prompt to token ids.
+
+    Raises RequestError if there are none, or for an id outside the vocabulary.
+    """
+    end = ""
+    aside = isinstance(message, pb.TokenizeRequest)
+    kind = message.WhichOneof("input" if aside else "prompt")
+    kept = _num_kept(message)
+    most = max(model.context_length, MAX_TOKENIZE) if aside or kept else model.context_length
+    if message.parse_special_tokens and kind not in ("text", "chat"):
+        invalid(f"parse_special_tokens is for text and chats, and the prompt is {kind or 'none'}")
+    if model.max_encoder_len and not aside and kind != "token_ids":
+        if kind is not None:
+            invalid(f"{kind} cannot be the prompt of this decoder; set encoder_text, or token_ids for the decoder")
+        if not model.decoder_start_token_ids:
+            invalid("token_ids is missing: the model's files name no start token of its decoder")
+        return Prompt(array("I", model.decoder_start_token_ids))
+    try:
+        if kind == "token_ids" and isinstance(message, pb.GenerateRequest):
+            num_tokens = len(message.token_ids.ids)
+            check_context("token_ids", min(num_tokens, kept or num_tokens), model)
+            prompt = await take_token_ids(message.token_ids.ids)
+        elif kind == "text":
+            tokenizer = require_tokenizer("text", model)
+            text = message.text
+            _check_characters("text", len(text), model, tokenizer)
+            parse = message.parse_special_tokens
+            prompt = await take_token_ids(
+                await tokenizer.encode(text, most=most, parse_special_tokens=parse, aside=aside)
+            )
+        elif kind == "chat":
+            token_ids, end = await _encode_chat(message, model, most, aside=aside)
+            prompt = await take_token_ids(token_ids)
+        else:
+            invalid("prompt is missing: set one of text, token_ids or chat")
+        if aside and len(prompt) > most:
+            raise TooManyTokensError
+    except TooManyTokensError:
+        limit = f"at most {most} are returned" if aside else f"the context has {most}"
+        invalid(f"{kind} has more than {most} tokens; {limit}")
+    if not prompt:
+        invalid(f"{kind} is empty; the prompt needs at least one token")
+    if kept:
+        prompt = prompt[-kept:]
+    check_token_ids(kind, prompt, model)  # a tokenizer may have token ids outside the model's vocabulary
+    return Prompt(prompt, end)
+
+
+def _num_kept(message: pb.GenerateRequest | pb.TokenizeRequest) -> int:
+    """The number of tokens at the prompt's end that are kept; 0 for all."""
+    if isinstance(message, pb.TokenizeRequest) or not message.HasField("truncate_prompt_tokens"):
+        return 0
+    if not message.truncate_prompt_tokens:
+        invalid("truncate_prompt_tokens is 0; it must be at least 1")
+    return message.truncate_prompt_tokens
+
+
+async def decode_tokens(message: pb.DetokenizeRequest, model: ServedModel) -> pb.DetokenizeResponse:
+    """Answer a Detokenize call. Raises RequestError."""
+    check_length("token_ids", len(message.token_ids), MAX_SEPARATE if message.separately else MAX_DETOKENIZE)
+    token_ids = await take_token_ids(message.token_ids)
+    check_token_ids("token_ids", token_ids, model)
+    tokenizer = require_tokenizer("detokenizing", model)
+    skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
+    if message.separately and message.HasField("skip_special_tokens") and skip:
+        invalid("skip_special_tokens is true; with separately, special tokens have a text, too")
+    if message.separately:
+        return pb.DetokenizeResponse(texts=await tokenizer.decode_each(token_ids))
+    text = await tokenizer.decode(token_ids, skip_special_tokens=skip)
+    if len(text) > MAX_DETOKENIZED_CHARACTERS:
+        invalid(
+            f"token_ids are a text of {len(text)} characters; at most {MAX_DETOKENIZED_CHARACTERS} are returned, "
+            "so send fewer at a time"
+        )
+    return pb.DetokenizeResponse(text=text)
+
+
+async def _encode_chat(
+    message: pb.GenerateRequest | pb.TokenizeRequest, model: ServedModel, most: int, *, aside: bool
+) -> EncodedChat:
+    chat, tokenizer = message.chat, require_tokenizer("chat", model)
+    if not tokenizer.has_chat_template:
+        invalid("chat is not possible with this model: it has no chat template; use text or token_ids")
+    if not chat.messages:
+        invalid("chat.messages is empty; at least one message is needed")
+    check_length("chat.messages", len(chat.messages), min(MAX_MESSAGES, model.context_length))
+    _check_settings(chat, tokenizer)
+    messages = await _read_messages(chat, tokenizer)
+    _check_characters("chat", sum(len(content) for _, content, _ in messages), model, tokenizer)
+    begins_answer = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
+    given = ChatInput(
+        messages,
+        tools=chat.tools,
+        documents=chat.documents,
+        template_arguments=chat.template_arguments,
+        adds_generation_prompt=begins_answer and not chat.continue_final_message,
+        continues=chat.continue_final_message,
+        parses_special_tokens=message.parse_special_tokens,
+    )
+    try:
+        return await tokenizer.encode_chat(given, most=most, aside=aside)
+    except TemplateError as error:
+        invalid(str(error))
+
+
+def _check_settings(chat: pb.Chat, tokenizer: Tokenizer) -> None:
+    for name in ("tools", "documents"):
+        if getattr(chat, name) and not tokenizer.template_names(name):
+            invalid(f"chat.{name} is set, and the model's chat template reads no {name}")
+    if not chat.continue_final_message:
+        return
+    if chat.add_generation_prompt:
+        invalid(
+            "chat.continue_final_message and chat.add_generation_prompt are both true; a prompt cannot end with the "
+            "last message and with the beginning of another"
+        )
+    if not chat.messages[-1].content.strip():
+        invalid("chat.continue_final_message is true, and the last message has no content that could be continued")
+
+
+async def _read_messages(chat: pb.Chat, tokenizer: Tokenizer) -> list[RawMessage]:
+    messages: list[RawMessage] = []
+    knows_developers = tokenizer.template_names("developer")
+    for position, message in enumerate(chat.messages):
+        role = message.role
+        if role not in ROLES:
+            invalid(f"chat.messages[{position}].role is {role[:32]!r}; it must be one of {', '.join(ROLES)}")
+        if role == "developer" and not knows_developers:
+            role = "system"
+        messages.append((role, message.content, message.fields))
+        if len(messages) % MESSAGES_AT_ONCE == 0:
+            await asyncio.sleep(0)
+    return messages
+
+
+def _check_characters(field: str, count: int, model: ServedModel, tokenizer: Tokenizer) -> None:
+    """Refuse a text that would exceed the context even if each token were the vocabulary's longest token."""
+    most = model.context_length * tokenizer.longest_token
+    if count > most:
+        invalid(f"{field} has {count} characters; the context of {model.context_length} tokens holds fewer than {most}")
+
+
+async def read_encoder_prompt(message: pb.GenerateRequest, model: ServedModel) -> EncoderInput | None:
+    """Read the encoder's input; None for a model without an encoder. Raises RequestError."""
+    kind, most = message.WhichOneof("encoder_prompt"), model.max_encoder_len
+    if not most:
+        if kind is not None:
+            invalid(f"{kind} is for models with encoder and decoder, and {model.name} has none")
+        return None
+    wanted = "encoder_sound" if model.feature_bytes else "encoder_text or encoder_token_ids"
+    if kind is None:
+        invalid(f"{wanted} is missing: {model.name} has an encoder, and the prompt is only for its decoder")
+    if bool(model.feature_bytes) is not (kind == "encoder_sound"):
+        invalid(f"{kind} is not what the encoder of {model.name} reads; set {wanted}")
+    if kind == "encoder_sound":
+        return await read_sound(message.encoder_sound, model)
+    if kind == "encoder_text":
+        tokenizer, text = require_tokenizer(kind, model), message.encoder_text
+        if len(text) > most * tokenizer.longest_token:
+            invalid(f"{kind} has {len(text)} characters; the encoder's {most} tokens hold fewer")
+        try:
+            token_ids = await take_token_ids(await tokenizer.encode(text, most=most))
+        except TooManyTokensError:
+            invalid(f"{kind} has more than {most} tokens, which is what the encoder reads")
+    else:
+        if len(message.encoder_token_ids.ids) > most:
+            invalid(f"{kind} has {len(message.encoder_token_ids.ids)} tokens; the encoder reads up to {most}")
+        token_ids = await take_token_ids(message.encoder_token_ids.ids)
+    if not token_ids:
+        invalid(f"{kind} is empty; the encoder needs at least one token")
+    if len(token_ids) > most:
+        invalid(f"{kind} has {len(token_ids)} tokens; the encoder reads up to {most}")
+    check_token_ids(kind, token_ids, model)
+    return EncoderInput(num_tokens=len(token_ids), token_ids=token_ids)

@@ -1,0 +1,150 @@
+"""Converts Anthropic's messages to those of OpenAI's chat completions, which `read_history` reads.
+
+A result of a tool becomes a message of its own. Successive messages of one role become one message. Redacted thinking
+is dropped, because only its author can read it.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from scheduler_service.frontend.checking.checks import MAX_MESSAGES, check_length, invalid
+from scheduler_service.frontend.http.chats.json_values import check_keys, read_name, read_object, read_text, shown
+
+MAX_BLOCKS = 4096
+"""Largest number of content blocks of a message."""
+BLOCKS_AT_ONCE = 128
+"""Largest number of messages and blocks that are converted in one turn of the event loop."""
+FAILED = "Error: "
+"""Text before the result of a tool that has failed, because chat templates have no field for failures."""
+_ROLES = ("user", "assistant", "system")
+_OF_ASSISTANT = ("thinking", "redacted_thinking", "tool_use")
+
+
+async def read_messages(system: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """OpenAI's messages with the same meaning. Raises RequestError."""
+    check_length("messages", len(messages), MAX_MESSAGES)
+    found = _Messages()
+    if system is not None:
+        found.message("system").texts += _texts("system", system)
+    num_read = 0
+    for number, message in enumerate(messages):
+        place = f"messages[{number}]"
+        for where, block, role in _blocks(place, message):
+            found.read(where, block, role)
+            num_read += 1
+            if num_read % BLOCKS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+    return [message.shown() for message in found.messages]
+
+
+def _blocks(place: str, message: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Yield the place of each block of a message, the block and the message's role."""
+    check_keys(place, message, ("role", "content"))
+    role = message.get("role")
+    if role not in _ROLES:
+        invalid(f"{place}.role is {shown(role)}; it must be one of {', '.join(_ROLES)}")
+    content = message.get("content")
+    if not isinstance(content, list) or not content:
+        yield f"{place}.content", {"type": "text", "text": "" if content == [] else content}, role
+        return
+    check_length(f"{place}.content", len(content), MAX_BLOCKS)
+    for number, block in enumerate(content):
+        yield f"{place}.content[{number}]", block, role
+
+
+@dataclass(slots=True)
+class _Message:
+    role: str
+    texts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)
+
+    def shown(self) -> dict[str, Any]:
+        """The message of OpenAI's API. Different blocks are different paragraphs for the model."""
+        message = {"role": self.role, "content": "\n".join(filter(None, self.texts)), **self.names}
+        if self.reasoning:
+            message["reasoning_content"] = "\n".join(self.reasoning)
+        return message | {"tool_calls": self.calls} if self.calls else message
+
+
+class _Messages:
+    """The converted messages. `_tools`: the names of tools, by the ids of their calls."""
+
+    def __init__(self) -> None:
+        self.messages: list[_Message] = []
+        self._tools: dict[str, str] = {}
+
+    def message(self, role: str) -> _Message:
+        """The last message, if it is of the same role; otherwise a new message."""
+        if not self.messages or self.messages[-1].role != role or role == "tool":
+            self.messages.append(_Message(role))
+        return self.messages[-1]
+
+    def read(self, place: str, block: Any, role: str) -> None:
+        """Add a block of a message."""
+        kind = read_object(place, block).get("type")
+        if kind == "text":
+            self.message(role).texts.append(_text(place, block))
+        elif kind == "tool_result" and role == "user":
+            self._read_result(place, block)
+        elif kind in _OF_ASSISTANT and role == "assistant":
+            self._read_own(place, block, kind)
+        elif kind in ("tool_result", *_OF_ASSISTANT):
+            invalid(f"{place}.type is {shown(kind)}, which messages of the role {role} do not have")
+        else:
+            _refuse_kind(place, kind)
+
+    def _read_own(self, place: str, block: dict[str, Any], kind: str) -> None:
+        """Add a block that only an assistant writes."""
+        message = self.message("assistant")
+        if kind == "tool_use":
+            check_keys(place, block, ("type", "id", "name", "input", "cache_control", "caller"))
+            call_id, name = read_name(f"{place}.id", block.get("id")), read_name(f"{place}.name", block.get("name"))
+            self._tools[call_id] = name
+            function = {"name": name, "arguments": read_object(f"{place}.input", block.get("input"))}
+            message.calls.append({"id": call_id, "type": "function", "function": function})
+        elif kind == "thinking":
+            check_keys(place, block, ("type", "thinking", "signature", "cache_control"))
+            text = read_text(f"{place}.thinking", block.get("thinking"))
+            message.reasoning += [text] if text else []
+        else:
+            check_keys(place, block, ("type", "data", "cache_control"))
+
+    def _read_result(self, place: str, block: dict[str, Any]) -> None:
+        check_keys(place, block, ("type", "tool_use_id", "content", "is_error", "cache_control"))
+        call_id = read_name(f"{place}.tool_use_id", block.get("tool_use_id"))
+        texts = [] if block.get("content") is None else list(_texts(f"{place}.content", block["content"]))
+        if not isinstance(is_error := block.get("is_error"), bool | None):
+            invalid(f"{place}.is_error is {shown(is_error)}; it must be true or false")
+        message = self.message("tool")
+        message.texts = [FAILED + "".join(texts[:1]), *texts[1:]] if is_error else texts
+        message.names["tool_call_id"] = call_id
+        if call_id in self._tools:
+            message.names["name"] = self._tools[call_id]
+
+
+def _texts(place: str, content: Any) -> Iterator[str]:
+    """Yield the text of each block of a content that has only text."""
+    if not isinstance(content, list):
+        yield read_text(place, content)
+        return
+    check_length(place, len(content), MAX_BLOCKS)
+    for number, block in enumerate(content):
+        where = f"{place}[{number}]"
+        if (kind := read_object(where, block).get("type")) != "text":
+            _refuse_kind(where, kind)
+        yield _text(where, block)
+
+
+def _text(place: str, block: dict[str, Any]) -> str:
+    """The text of a block. Citations of an earlier answer say nothing to a model."""
+    check_keys(place, block, ("type", "text", "cache_control", "citations"))
+    return read_text(place if place.endswith(".content") else f"{place}.text", block.get("text"))
+
+
+def _refuse_kind(place: str, kind: Any) -> None:
+    known = "text, thinking, redacted_thinking, tool_use and tool_result"
+    invalid(f"{place}.type is {shown(kind)}, and this model reads text alone; the types are {known}")

@@ -1,0 +1,151 @@
+"""Anthropic's /v1/messages, whole or streamed, and /v1/messages/count_tokens."""
+
+import json
+import uuid
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+from aiohttp import web
+
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_common.calls.errors import RequestError
+from pagewire_common.calls.request_limits import request_size
+from scheduler_service.frontend.checking.prompt import encode_prompt
+from scheduler_service.frontend.http.anthropic.blocks import Blocks, WholeBlock, add_to_whole
+from scheduler_service.frontend.http.anthropic.chat import chat_fields
+from scheduler_service.frontend.http.anthropic.errors import error_body
+from scheduler_service.frontend.http.anthropic.fields import CountFields, MessagesFields
+from scheduler_service.frontend.http.call import Call
+from scheduler_service.frontend.http.chat_answers import ChatDelta
+from scheduler_service.frontend.http.errors import HttpError, failed, refused_by
+from scheduler_service.frontend.http.openai.chat import TOKEN_BYTES
+from scheduler_service.frontend.http.openai.chat_request import chat_request
+from scheduler_service.frontend.http.writing import answer_in_parts, begin_events, end, write
+from scheduler_service.frontend.link.engine_call import EngineCall
+from scheduler_service.frontend.model import ServedModel
+
+
+async def messages(call: Call) -> web.StreamResponse:
+    fields = await call.fields(MessagesFields)
+    model = await call.model()
+    return await _Message(call, fields, model).answer()
+
+
+async def count_tokens(call: Call) -> web.StreamResponse:
+    """Count the tokens of a prompt that /v1/messages would use for the same fields."""
+    fields = await call.fields(CountFields)
+    model = await call.model()
+    adapter = call.adapter(fields.model, model)
+    request = await chat_request(await chat_fields(fields, model), model, adapter, "", call.service)
+    with EngineCall(call.service.link) as admitted:
+        await admitted.admit_side_call(request_size.get())
+        prompt = await encode_prompt(pb.TokenizeRequest(chat=request.asked.chat), model)
+    return web.json_response({"input_tokens": len(prompt.token_ids)})
+
+
+class _Message:
+    """One call of /v1/messages."""
+
+    def __init__(self, call: Call, fields: MessagesFields, model: ServedModel) -> None:
+        self._call, self._fields, self._model = call, fields, model
+        self._base = uuid.uuid4().hex
+        self._blocks = Blocks(self._base)
+        self._num_prompt_tokens = self._num_cached = self._num_tokens = self._num_thinking = 0
+        self._ended: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
+        self._response: web.StreamResponse | None = None
+
+    async def answer(self) -> web.StreamResponse:
+        fields, service, model = self._fields, self._call.service, self._model
+        chat, adapter = await chat_fields(fields, model), self._call.adapter(fields.model, model)
+        message_id = f"msg_{self._base}"
+        request = await chat_request(chat, model, adapter, message_id, service, fits_max_tokens=True)
+        self._blocks = Blocks(self._base, request.syntax.call_id, chat.include_reasoning)
+        try:
+            async with service.chat(request, self._call.metadata) as deltas:
+                return await (self._stream(deltas) if fields.stream else self._whole(deltas))
+        except RequestError as error:
+            if self._response is None:
+                raise
+            return await self._failed(refused_by(error))
+        except HttpError as error:
+            if self._response is None:
+                raise
+            return await self._failed(error)
+
+    async def _whole(self, deltas: AsyncIterator[ChatDelta]) -> web.StreamResponse:
+        blocks: list[WholeBlock] = []
+        async for delta in deltas:
+            self._call.held.take(len(delta.message.text) + TOKEN_BYTES * len(delta.message.token_ids))
+            add_to_whole(blocks, self._add(delta))
+
+        async def parts() -> AsyncIterator[bytes]:
+            for block in blocks:
+                yield block.json().encode()
+
+        return await answer_in_parts(self._call.request, json.dumps(self._head()).encode(), b"content", parts())
+
+    async def _stream(self, deltas: AsyncIterator[ChatDelta]) -> web.StreamResponse:
+        """Stream the blocks as events. An error after the first event becomes the last event."""
+        async for delta in deltas:
+            events = self._add(delta)
+            if self._response is None:
+                self._response = await begin_events(self._call.request)
+                started = self._head() | {"content": [], "stop_reason": None, "stop_sequence": None}
+                await self._send([{"type": "message_start", "message": started}])
+            await self._send(events)
+        ended = {"type": "message_delta", "delta": self._ended, "usage": self._usage()}
+        return await self._done([ended, {"type": "message_stop"}])
+
+    async def _failed(self, error: HttpError) -> web.StreamResponse:
+        return await self._done([error_body(error, self._call.request_id)])
+
+    async def _done(self, events: list[dict[str, Any]]) -> web.StreamResponse:
+        assert self._response is not None
+        await self._send(events)
+        await end(self._response)
+        return self._response
+
+    async def _send(self, events: Iterable[dict[str, Any]]) -> None:
+        assert self._response is not None
+        text = "".join(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in events)
+        await write(self._response, text.encode())
+
+    def _add(self, delta: ChatDelta) -> list[dict[str, Any]]:
+        """Count a delta and convert it to Anthropic's events. Raises HttpError if the output failed."""
+        message = delta.message
+        self._num_prompt_tokens, self._num_cached = delta.num_prompt_tokens, delta.num_cached_tokens
+        events = self._blocks.add(delta.events)
+        self._num_tokens += len(message.token_ids)
+        self._num_thinking += len(message.token_ids) if self._blocks.is_thinking else 0
+        if message.finish_reason:
+            events += self._blocks.end()
+            self._ended = self._ending(message)
+        return events
+
+    def _ending(self, message: pb.GenerateResponse) -> dict[str, Any]:
+        reason, sequence = "end_turn", None
+        if message.finish_reason == pb.FINISH_REASON_LENGTH:
+            is_asked = self._num_tokens >= self._fields.max_tokens
+            reason = "max_tokens" if is_asked else "model_context_window_exceeded"
+        elif message.finish_reason != pb.FINISH_REASON_STOP:
+            raise failed(message.error)
+        elif message.stop_string in (self._fields.stop_sequences or ()):
+            reason, sequence = "stop_sequence", message.stop_string
+        elif self._blocks.num_calls:
+            reason = "tool_use"
+        return {"stop_reason": reason, "stop_sequence": sequence}
+
+    def _head(self) -> dict[str, Any]:
+        """The message without its content."""
+        name = self._fields.model or self._model.name
+        head = {"id": f"msg_{self._base}", "type": "message", "role": "assistant", "model": name}
+        return head | self._ended | {"usage": self._usage() | {"service_tier": "standard"}}
+
+    def _usage(self) -> dict[str, Any]:
+        return {
+            "input_tokens": self._num_prompt_tokens - self._num_cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": self._num_cached,
+            "output_tokens": self._num_tokens,
+            "output_tokens_details": {"thinking_tokens": self._num_thinking},
+        }

@@ -1,0 +1,1 @@
+"""Parts of chats that several HTTP APIs share."""

@@ -1,0 +1,65 @@
+"""Errors over HTTP, in the format of OpenAI's API."""
+
+import re
+from typing import Any
+
+import grpc
+from aiohttp import web
+
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_common.calls.errors import RequestError
+
+_Code = grpc.StatusCode
+_STATUSES = {
+    _Code.INVALID_ARGUMENT: (400, "invalid_request"),
+    _Code.FAILED_PRECONDITION: (400, "invalid_request"),
+    _Code.ALREADY_EXISTS: (409, "already_exists"),
+    _Code.UNAUTHENTICATED: (401, "invalid_api_key"),
+    _Code.PERMISSION_DENIED: (403, "permission_denied"),
+    _Code.NOT_FOUND: (404, "model_not_found"),
+    _Code.RESOURCE_EXHAUSTED: (429, "rate_limit_exceeded"),
+    _Code.INTERNAL: (500, "internal_error"),
+    _Code.UNKNOWN: (500, "internal_error"),
+    _Code.UNIMPLEMENTED: (501, "not_implemented"),
+}
+_NAMED = re.compile(r"(sampling\.|chat\.)(\w+)")
+RETRY_SECONDS = 1
+"""Seconds of the header Retry-After. Pauses of a fleet, such as the loss of a worker, last about a second."""
+
+
+class HttpError(Exception):
+    """An error with an HTTP status, a code that programs can compare, and a message for the user.
+
+    `parameter`: the name of the field that the error is about.
+    """
+
+    def __init__(self, status: int, code: str, message: str, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        kind = "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
+        self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": parameter, "code": code}}
+
+    def response(self, body: dict[str, Any] | None = None) -> web.Response:
+        """The answer. `body`: the error in the format of another API than OpenAI's."""
+        headers = {"Retry-After": str(RETRY_SECONDS)} if self.status in (429, 503) else None
+        return web.json_response(body or self.body, status=self.status, headers=headers)
+
+
+def invalid(message: str, parameter: str | None = None) -> HttpError:
+    """The error for an invalid request of the client."""
+    return HttpError(400, "invalid_request", message, parameter)
+
+
+def refused_by(error: RequestError) -> HttpError:
+    """Convert an error of a call to an HTTP error."""
+    status, code = _STATUSES.get(error.code, (503, "service_unavailable"))
+    named = _NAMED.match(str(error))
+    if named is None:
+        return HttpError(status, code, str(error))
+    return HttpError(status, code, str(error)[len(named[1]) :], named[2])  # JSON bodies have all fields at their top
+
+
+def failed(error: pb.OutputError) -> HttpError:
+    """The error of an output that failed. `error.code` is the number of a gRPC status."""
+    found = next((code for code in _Code if code.value[0] == error.code), _Code.INTERNAL)
+    return refused_by(RequestError(found, error.message))

@@ -1,0 +1,188 @@
+"""OpenAI's /v1/chat/completions: an assistant's message with reasoning and tool calls, whole or streamed."""
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from aiohttp import web
+
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_common.calls.errors import RequestError
+from scheduler_service.frontend.http.call import Call
+from scheduler_service.frontend.http.chat_answers import ChatDelta
+from scheduler_service.frontend.http.errors import HttpError, failed, refused_by
+from scheduler_service.frontend.http.openai.chat_choice import ChatChoice
+from scheduler_service.frontend.http.openai.chat_fields import ChatFields
+from scheduler_service.frontend.http.openai.chat_request import chat_request
+from scheduler_service.frontend.http.openai.logprobs import shown_logprobs, shown_prompt_logprobs
+from scheduler_service.frontend.http.writing import answer_in_parts, begin_events, end, write
+from scheduler_service.frontend.model import ServedModel
+
+TOKEN_BYTES = 40
+LOGPROB_BYTES = 200
+"""Approximate bytes of memory for each log-probability of an answer."""
+REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length", pb.FINISH_REASON_ABORT: "abort"}
+
+
+async def chat(call: Call) -> web.StreamResponse:
+    fields = await call.fields(ChatFields)
+    model = await call.model()
+    return await _Chat(call, fields, model).answer()
+
+
+class _Chat:
+    """One call of /v1/chat/completions."""
+
+    def __init__(self, call: Call, fields: ChatFields, model: ServedModel) -> None:
+        self._call, self._fields, self._model = call, fields, model
+        base = uuid.uuid4().hex
+        self._id = f"chatcmpl-{base}"
+        self._head = {"id": self._id, "created": int(time.time()), "model": fields.model or model.name}
+        self._base = base
+        self._choices: list[ChatChoice] = []
+        self._num_prompt_tokens = self._num_cached = 0
+        self._response: web.StreamResponse | None = None
+
+    async def answer(self) -> web.StreamResponse:
+        fields = self._fields
+        service, model = self._call.service, self._model
+        request = await chat_request(fields, model, self._call.adapter(fields.model, model), self._id, service)
+        self._choices = [
+            ChatChoice(index, self._base, request.syntax.call_id, fields.include_reasoning)
+            for index in range(fields.n or 1)
+        ]
+        try:
+            async with service.chat(request, self._call.metadata) as deltas:
+                return await (self._stream(deltas) if fields.stream else self._whole(deltas))
+        except RequestError as error:
+            if self._response is None:
+                raise
+            await self._send(refused_by(error).body)
+        except HttpError as error:
+            if self._response is None:
+                raise
+            await self._send(error.body)
+        return await self._done()
+
+    # ---- whole answers
+
+    async def _whole(self, deltas: AsyncIterator[ChatDelta]) -> web.StreamResponse:
+        logprobs: list[list[str]] = [[] for _ in self._choices]
+        token_ids: list[list[int]] = [[] for _ in self._choices]
+        ends: list[dict[str, Any]] = [{} for _ in self._choices]
+        prompt: dict[str, Any] = {"prompt_token_ids": None, "prompt_logprobs": None}
+        async for delta in deltas:
+            message = delta.message
+            num_logprobs = sum(1 + len(one.top) for one in (*message.logprobs, *message.prompt_logprobs))
+            num_bytes = len(message.text) + TOKEN_BYTES * len(message.token_ids) + LOGPROB_BYTES * num_logprobs
+            self._call.held.take(num_bytes)
+            choice = self._choices[message.index]
+            self._count(delta)
+            choice.add(delta.events, len(message.token_ids), keeps=True)
+            logprobs[message.index] += await self._shown(message)
+            if self._fields.return_token_ids:
+                token_ids[message.index] += message.token_ids
+                prompt["prompt_token_ids"] = list(delta.prompt_token_ids)
+            if message.prompt_logprobs:
+                entries = await shown_prompt_logprobs(message.prompt_logprobs, self._call.texts, self._model)
+                prompt["prompt_logprobs"] = (prompt["prompt_logprobs"] or []) + list(map(json.loads, entries))
+            if message.finish_reason:
+                ends[message.index] = _ended(choice, message)
+        head = self._head | {"object": "chat.completion", "usage": self._usage()} | prompt
+
+        async def parts() -> AsyncIterator[bytes]:
+            for choice, entries, ids, ended in zip(self._choices, logprobs, token_ids, ends, strict=True):
+                shown = {"index": choice.index, "message": choice.message()} | ended
+                shown["token_ids"] = ids if self._fields.return_token_ids else None
+                yield _with_logprobs(shown, entries if self._fields.logprobs else None).encode()
+
+        return await answer_in_parts(self._call.request, json.dumps(head).encode(), b"choices", parts())
+
+    # ---- streams
+
+    async def _stream(self, deltas: AsyncIterator[ChatDelta]) -> web.StreamResponse:
+        """Stream the choices as events. An error after the first event becomes the last event."""
+        options = self._fields.stream_options
+        head = json.dumps(self._head | {"object": "chat.completion.chunk"}).removesuffix("}")
+        has_prompt = False
+        async for delta in deltas:
+            message, choice = delta.message, self._choices[delta.message.index]
+            self._count(delta)
+            events = choice.add(delta.events, len(message.token_ids), keeps=False)
+            ended = _ended(choice, message) if message.finish_reason else None
+            if self._response is None:
+                self._response = await begin_events(self._call.request)
+            if choice.num_tokens == len(message.token_ids):  # the first delta of the choice
+                events = {"role": "assistant", "content": ""} | events
+            entries = await self._shown(message)
+            if not (events or entries or ended or self._fields.return_token_ids):
+                continue
+            shown = {"index": choice.index, "delta": events} | (ended or {"finish_reason": None})
+            further = ""
+            if self._fields.return_token_ids:
+                shown["token_ids"] = list(message.token_ids)
+                if not has_prompt:
+                    further = f', "prompt_token_ids": {list(delta.prompt_token_ids)}'
+                    has_prompt = True
+            if options is not None and options.at_end:
+                further += f', "usage": {json.dumps(self._usage() if options.in_events else None)}'
+            text = _with_logprobs(shown, entries if self._fields.logprobs else None)
+            await write(self._response, f'data: {head}, "choices": [{text}]{further}}}\n\n'.encode())
+        if options is not None and options.at_end:
+            last = self._head | {"object": "chat.completion.chunk", "choices": [], "usage": self._usage()}
+            await self._send(last)
+        return await self._done()
+
+    async def _send(self, event: dict[str, Any]) -> None:
+        assert self._response is not None
+        await write(self._response, f"data: {json.dumps(event)}\n\n".encode())
+
+    async def _done(self) -> web.StreamResponse:
+        if self._response is None:
+            self._response = await begin_events(self._call.request)
+        await write(self._response, b"data: [DONE]\n\n")
+        await end(self._response)
+        return self._response
+
+    # ---- for whole answers and for streams
+
+    async def _shown(self, message: pb.GenerateResponse) -> list[str]:
+        if not self._fields.logprobs or not message.logprobs:
+            return []
+        as_ids = self._fields.return_tokens_as_token_ids
+        shown = await shown_logprobs(message.logprobs, self._call.texts, self._model, as_token_ids=as_ids)
+        await asyncio.sleep(0)  # lets other tasks run
+        return shown
+
+    def _count(self, delta: ChatDelta) -> None:
+        self._num_prompt_tokens = delta.num_prompt_tokens
+        self._num_cached = delta.num_cached_tokens
+
+    def _usage(self) -> dict[str, Any]:
+        output = sum(choice.num_tokens for choice in self._choices)
+        reasoning = sum(choice.num_reasoning_tokens for choice in self._choices)
+        return {
+            "prompt_tokens": self._num_prompt_tokens,
+            "completion_tokens": output,
+            "total_tokens": self._num_prompt_tokens + output,
+            "prompt_tokens_details": {"cached_tokens": self._num_cached},
+            "completion_tokens_details": {"reasoning_tokens": reasoning},
+        }
+
+
+def _ended(choice: ChatChoice, message: pb.GenerateResponse) -> dict[str, Any]:
+    """The end of a choice. Raises HttpError if the output failed."""
+    if message.finish_reason not in REASONS:
+        raise failed(message.error)
+    named = message.WhichOneof("stop_reason")
+    reason = choice.finish_reason(REASONS[message.finish_reason])
+    return {"finish_reason": reason, "stop_reason": getattr(message, named) if named else None}
+
+
+def _with_logprobs(shown: dict[str, Any], entries: list[str] | None) -> str:
+    """A choice as JSON, with log-probabilities that are JSON already."""
+    found = "null" if entries is None else f'{{"content": [{", ".join(entries)}], "refusal": null}}'
+    return f'{json.dumps(shown).removesuffix("}")}, "logprobs": {found}}}'

@@ -1,0 +1,221 @@
+"""Converts the body of a chat to a request of InferenceService."""
+
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import grpc
+
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_common.calls.errors import RequestError
+from scheduler_service.frontend.calls.generation import ChatOutput
+from scheduler_service.frontend.chat.calls import channels
+from scheduler_service.frontend.chat.families import HERMES
+from scheduler_service.frontend.chat.parser import opens_reasoning
+from scheduler_service.frontend.chat.plain_tools import write_out_tools
+from scheduler_service.frontend.chat.syntax import ChatSyntax
+from scheduler_service.frontend.chat.tool_grammar import Choice
+from scheduler_service.frontend.chat.tool_grammars import ToolGrammars
+from scheduler_service.frontend.chat.tools import Tool
+from scheduler_service.frontend.checking.checks import require_tokenizer
+from scheduler_service.frontend.forms.forms import FormError
+from scheduler_service.frontend.http.chats.json_values import json_text
+from scheduler_service.frontend.http.errors import invalid
+from scheduler_service.frontend.http.openai.chat_fields import ChatFields, NamedTool, ToolField, chat_params
+from scheduler_service.frontend.http.openai.history import read_history
+from scheduler_service.frontend.http.openai.sampling_fields import kept_tokens
+from scheduler_service.frontend.http.service import ChatRequest, Service
+from scheduler_service.frontend.model import ServedModel
+from scheduler_service.frontend.text.output_text import ReasoningMarks
+from scheduler_service.frontend.text.tokenization import Tokenizer
+
+NO_SYNTAX = ChatSyntax("plain")
+
+
+@dataclass(frozen=True, slots=True)
+class _Tools:
+    """The tools that the model may call. `choice`: whether it must call one. `named`: the only tool, or ""."""
+
+    tools: list[Tool]
+    choice: Choice = "none"
+    named: str = ""
+
+
+async def chat_request(
+    fields: ChatFields,
+    model: ServedModel,
+    adapter: str,
+    request_id: str,
+    service: Service,
+    *,
+    fits_max_tokens: bool = False,
+) -> ChatRequest:
+    """The request of a chat. Fields that were read are emptied. Raises HttpError and RequestError.
+
+    `fits_max_tokens`: `max_tokens` beyond the context is lowered.
+    """
+    tokenizer = require_tokenizer("messages", model)
+    found = _read_tools(fields)
+    chat = await read_history(fields.messages, tokenizer.template_names)
+    fields.messages = []
+    if found.tools:
+        chat.tools = json_text("tools", [tool.model_dump(exclude_none=True) for tool in fields.tools or ()])
+    if fields.documents:
+        chat.documents = json_text("documents", fields.documents)
+    chat.template_arguments = _template_arguments(fields, tokenizer)
+    chat.continue_final_message = fields.continue_final_message
+    if fields.add_generation_prompt is not None:
+        chat.add_generation_prompt = fields.add_generation_prompt
+    syntax = model.chat_syntax or NO_SYNTAX
+    if _uses_tools(chat) and not (syntax.has_calls and tokenizer.template_names("tools")):
+        write_out_tools(chat)
+        syntax = replace(HERMES, reasoning=syntax.reasoning)
+    sampling = chat_params(fields, model)
+    fields.tools = fields.documents = fields.chat_template_kwargs = None
+    make_form = _form_maker(fields, model, found, syntax, sampling, service)
+    drops_special = fields.skip_special_tokens is not False and syntax.needs_special_tokens(tokenizer.special_tokens)
+    if drops_special:
+        sampling.skip_special_tokens = False
+    asked = pb.GenerateRequest(
+        request_id=fields.request_id or request_id,
+        chat=chat,
+        parse_special_tokens=fields.parse_special_tokens,
+        sampling=sampling,
+        priority=fields.priority,
+        cache_salt=fields.cache_salt,
+        truncate_prompt_tokens=kept_tokens(fields, sampling, model),
+        lora_name=adapter,
+    )
+    output = ChatOutput(make_form, partial(_reasoning_marks, syntax), fits_max_tokens)
+    return ChatRequest(asked, syntax, found.tools, output, drops_special=drops_special)
+
+
+def _reasoning_marks(syntax: ChatSyntax, prompt_end: str) -> ReasoningMarks | None:
+    if syntax.has_channels:
+        return ReasoningMarks(f"{channels.CHANNEL}analysis{channels.MESSAGE}", channels.ENDS[0])
+    if (marks := syntax.reasoning) is None:
+        return None
+    return ReasoningMarks(marks.open.strip(), marks.close.strip(), is_open=opens_reasoning(syntax, prompt_end))
+
+
+def _uses_tools(chat: pb.Chat) -> bool:
+    return bool(chat.tools) or any(
+        message.role == "tool" or '"tool_calls"' in message.fields for message in chat.messages
+    )
+
+
+def _read_tools(fields: ChatFields) -> _Tools:
+    """Read `tools` and `tool_choice`. With `none`, the model does not learn of the tools. Raises HttpError."""
+    given = fields.tools or []
+    names = [tool.function.name for tool in given]
+    if len({*names}) < len(names):
+        raise invalid("two tools have the same name", "tools")
+    if fields.parallel_tool_calls is not None and not given:
+        raise invalid("parallel_tool_calls needs tools", "parallel_tool_calls")
+    if isinstance(fields.tool_choice, NamedTool):
+        named = fields.tool_choice.function.name
+        if named not in names:
+            raise invalid(f"tool_choice names {named[:64]!r}, which is not among tools", "tool_choice")
+        return _Tools(list(map(_tool, given)), "required", named)
+    choice = fields.tool_choice or ("auto" if given else "none")
+    if choice != "none" and not given:
+        raise invalid(f"tool_choice is {choice}, and there are no tools", "tool_choice")
+    return _Tools([] if choice == "none" else list(map(_tool, given)), choice)
+
+
+def _tool(given: ToolField) -> Tool:
+    function = given.function
+    return Tool(function.name, function.parameters or {}, function.strict is True)
+
+
+def _template_arguments(fields: ChatFields, tokenizer: Tokenizer) -> str:
+    """The further variables of the chat template, as JSON. Raises HttpError."""
+    arguments: dict[str, Any] = dict(fields.chat_template_kwargs or {})
+    if arguments.get("enable_thinking") is False and not tokenizer.template_names("enable_thinking"):
+        del arguments["enable_thinking"]  # a template without thinking never thinks
+    if (effort := fields.reasoning_effort) is not None:
+        if tokenizer.template_names("reasoning_effort"):
+            arguments.setdefault("reasoning_effort", effort)
+        elif tokenizer.template_names("enable_thinking"):
+            arguments.setdefault("enable_thinking", effort not in ("none", "minimal"))
+        elif effort != "none":
+            reason = "the model's chat template has no levels of reasoning"
+            raise invalid(f"reasoning_effort is {effort!r}; {reason}", "reasoning_effort")
+    return json_text("chat_template_kwargs", arguments) if arguments else ""
+
+
+def _form_maker(
+    fields: ChatFields,
+    model: ServedModel,
+    found: _Tools,
+    syntax: ChatSyntax,
+    sampling: pb.SamplingParams,
+    service: Service,
+) -> Callable[[str], Awaitable[str]] | None:
+    """A function that compiles the form of a message with tool calls, or of an answer in JSON behind reasoning.
+
+    Calls are not held to their schemas under `auto` where forms are impossible. Raises HttpError.
+    """
+    schema = None
+    if sampling.json_schema and (found.tools or syntax.reasoning):
+        schema = _parsed(sampling.json_schema)
+    budget = fields.thinking_token_budget
+    if budget is not None and syntax.reasoning is None:
+        raise invalid(
+            "thinking_token_budget: the model's chat template has no known reasoning", "thinking_token_budget"
+        )
+    if not found.tools and schema is None and budget is None:
+        return None
+    other = sampling.WhichOneof("constraint")
+    if found.tools and other not in (None, "json_schema"):
+        raise invalid(f"{other} cannot be combined with tools", "tools")
+    if impossible := _impossible(sampling, model):
+        if found.choice == "auto" and schema is None and budget is None:
+            return None
+        raise invalid(f"tool_choice {found.choice}: {impossible}" if found.tools else impossible)
+    closes_objects = sampling.strict or not model.undeclared_keys
+    sampling.ClearField("constraint")
+    sampling.strict = False
+    tools = [tool for tool in found.tools if found.named in ("", tool.name)]
+    grammars: ToolGrammars = service.grammars(syntax, model)
+    parallel = fields.parallel_tool_calls is not False and not found.named
+
+    async def make_form(prompt_end: str) -> str:
+        try:
+            return await grammars.read(
+                tools,
+                found.choice,
+                parallel=parallel,
+                thinking_open=opens_reasoning(syntax, prompt_end),
+                content_schema=schema,
+                thinking_budget=budget,
+                closes_objects=closes_objects,
+            )
+        except FormError as error:
+            raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
+
+    return make_form
+
+
+def _impossible(sampling: pb.SamplingParams, model: ServedModel) -> str:
+    """Why the output cannot have a form; "" if it can."""
+    if not model.has_forms:
+        return (
+            "calls cannot be required here, because workers run without --forms or the model has no tokenizer of bytes"
+        )
+    for name in ("beam_width", "ignore_eos"):
+        if getattr(sampling, name):
+            return f"forms cannot be combined with {name}"
+    return ""
+
+
+def _parsed(schema: str) -> Mapping[str, Any]:
+    try:
+        parsed = json.loads(schema)
+    except (ValueError, RecursionError):
+        raise invalid("the JSON schema is no JSON that can be read", "response_format") from None
+    if not isinstance(parsed, dict):
+        raise invalid("the JSON schema is no object", "response_format")
+    return parsed

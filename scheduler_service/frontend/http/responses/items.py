@@ -1,0 +1,128 @@
+"""Input items: each type of item with the fields that it may have. Pictures, files and hosted tools are refused."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from scheduler_service.frontend.http.body import Part, parse_part
+from scheduler_service.frontend.http.errors import HttpError, invalid
+from scheduler_service.frontend.http.responses.fields import Id
+
+Parts = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+
+
+class TextPart(Part):
+    """`annotations` and `logprobs` come from an earlier answer, and say nothing to the model."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class RefusalPart(Part):
+    type: Literal["refusal"]
+    refusal: str
+
+
+class ReasoningPart(Part):
+    type: Literal["summary_text", "reasoning_text", "text"]
+    text: str
+
+
+class Item(Part):
+    """The fields of all items that have no effect: ids may have any form."""
+
+    id: Id | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class Message(Item):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | Parts
+    phase: Literal["commentary", "final_answer"] | None = None
+
+    def text(self, place: str) -> str:
+        return joined_text(self.content, f"{place}.content")
+
+
+class Reasoning(Item):
+    """The reasoning of an earlier answer: the reasoning itself or, without it, a summary."""
+
+    type: Literal["reasoning"]
+    summary: Annotated[list[ReasoningPart], Field(fail_fast=True)] = Field(default_factory=list)
+    content: Annotated[list[ReasoningPart], Field(fail_fast=True)] | None = None
+
+    @property
+    def text(self) -> str:
+        return "\n".join(part.text for part in self.content or self.summary)
+
+
+class FunctionCall(Item):
+    type: Literal["function_call"]
+    call_id: Id
+    name: Annotated[str, Field(max_length=128)]
+    arguments: str | dict[str, Any] = ""
+
+
+class FunctionCallOutput(Item):
+    type: Literal["function_call_output"]
+    call_id: Id
+    name: Annotated[str, Field(max_length=128)] | None = None
+    output: str | Parts
+
+    def text(self, place: str) -> str:
+        return joined_text(self.output, f"{place}.output")
+
+
+class ItemReference(Part):
+    """An item of a stored response."""
+
+    type: Literal["item_reference"] = "item_reference"
+    id: Id
+
+
+AnyItem = Message | Reasoning | FunctionCall | FunctionCallOutput | ItemReference
+_KINDS: dict[str, type[AnyItem]] = {
+    "message": Message,
+    "reasoning": Reasoning,
+    "function_call": FunctionCall,
+    "function_call_output": FunctionCallOutput,
+    "item_reference": ItemReference,
+}
+
+
+def read_item(given: dict[str, Any], place: str) -> AnyItem:
+    """Validate an item. An item without a type is a message. Raises HttpError."""
+    kind = given.get("type") or ("item_reference" if given.keys() == {"id"} else "message")
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise invalid(f"{place}.type is {_shown(kind)}; it must be one of {', '.join(_KINDS)}", "input")
+    return parse_part(given, _KINDS[kind], place)
+
+
+def joined_text(content: str | list[dict[str, Any]], place: str) -> str:
+    """The text of a content. Different parts are different paragraphs for the model. Raises HttpError."""
+    return content if isinstance(content, str) else "\n".join(filter(None, _texts(content, place)))
+
+
+def _texts(parts: list[dict[str, Any]], place: str) -> Iterator[str]:
+    for number, part in enumerate(parts):
+        where = f"{place}[{number}]"
+        match part.get("type"):
+            case "input_text" | "output_text":
+                yield parse_part(part, TextPart, where).text
+            case "refusal":
+                yield parse_part(part, RefusalPart, where).refusal
+            case kind:
+                raise _no_text(where, kind)
+
+
+def _no_text(place: str, kind: Any) -> HttpError:
+    known = "input_text, output_text or refusal"
+    return invalid(f"{place}.type is {_shown(kind)}, and this model reads text alone; it must be {known}", "input")
+
+
+def _shown(kind: Any) -> str:
+    return repr(kind[:64]) if isinstance(kind, str) else "missing" if kind is None else "no text"

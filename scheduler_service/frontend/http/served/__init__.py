@@ -1,0 +1,1 @@
+"""Routes about the served model, its tokens and the server itself."""

@@ -1,0 +1,130 @@
+"""Runs other people's clients against a server of this checkout, and prints a table: client, what ran, result.
+
+The clients are installed into a temporary folder, so a network is needed. `make test` does not run this.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from vllm_tests import run_vllm_tests
+
+from pagewire_client.local import LocalServer
+from worker_service.loading.model_store import find_model
+
+CLIENTS = Path(__file__).parent / "clients"
+
+
+class Program(NamedTuple):
+    name: str
+    packages: list[str]
+
+
+PROGRAMS = {
+    "openai": Program("openai_chat.py", ["openai"]),
+    "openai-agents": Program("agents_sdk.py", ["openai-agents"]),
+    "langchain-openai": Program("langchain_chat.py", ["langchain-openai"]),
+    "litellm": Program("litellm_chat.py", ["litellm"]),
+    "instructor": Program("instructor_chat.py", ["instructor"]),
+    "pydantic-ai": Program("pydantic_agents.py", ["pydantic-ai-slim[openai]"]),
+    "outlines": Program("outlines_forms.py", ["outlines", "openai"]),
+    "lm-eval": Program("lm_eval_scores.py", ["lm-eval[api]"]),
+    "openai (Node)": Program("openai_node.mjs", ["openai"]),
+    "ai (Node)": Program("ai_sdk.mjs", ["ai", "@ai-sdk/openai-compatible"]),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    names = [*PROGRAMS, "vllm"]
+    parser.add_argument("--only", action="append", choices=names, help="a client to run, instead of all; repeatable")
+    parser.add_argument("--model", default="default", help="the model to serve")
+    parser.add_argument("--folder", type=Path, help="a folder that keeps the installed packages for the next run")
+    arguments = parser.parse_args()
+    wanted = arguments.only or names
+    results = []
+    with _folder(arguments.folder) as folder:
+        for dtype in ("auto", "float32"):  # lm-eval's figures are compared with float32, which takes longer
+            if group := [name for name in wanted if (name == "lm-eval") is (dtype == "float32")]:
+                results += _run_with_server(folder, arguments.model, dtype, group)
+    sys.exit(not all(results))
+
+
+def _run_with_server(folder: Path, asked: str, dtype: str, names: list[str]) -> Iterator[bool]:
+    """Run clients against a server of their own, and print a line for each check. Yields whether checks passed."""
+    model = find_model(asked, Path("~/.cache/pagewire").expanduser())
+    with LocalServer(asked, worker_arguments=["--dtype", dtype]) as server:
+        environment = os.environ | {
+            "PAGEWIRE_URL": server.http_url,
+            "PAGEWIRE_MODEL": model.model_id,
+            "PAGEWIRE_FOLDER": str(model.path),
+            "HF_HUB_OFFLINE": "1",
+        }
+        for name in names:
+            if name == "vllm":
+                yield run_vllm_tests(folder, _python(folder, TEST_PACKAGES), environment)
+                continue
+            program = PROGRAMS[name]
+            command = (_node if program.name.endswith(".mjs") else _python_program)(folder, program)
+            done = subprocess.run(["timeout", "900", *command], env=environment, capture_output=True, text=True)
+            lines = [line for line in done.stdout.splitlines() if line.startswith(("pass ", "fail "))]
+            if done.returncode:
+                lines.append(f"fail {program.name} ended with {done.returncode}: {done.stderr.strip()[-200:]}")
+            for line in lines:
+                result, _, what = line.partition(" ")
+                print(f"{name:18} {what[:120]:40} {result}", flush=True)
+                yield result == "pass"
+
+
+TEST_PACKAGES = [
+    *("openai", "anthropic", "pytest", "pytest-asyncio", "pytest-timeout", "jsonschema", "regex", "pybase64"),
+    *("requests", "tblib", "prometheus-client", "httpx", "soundfile"),
+]
+
+
+@contextmanager
+def _folder(given: Path | None) -> Iterator[Path]:
+    if given is not None:
+        given.mkdir(parents=True, exist_ok=True)
+        yield given.resolve()
+    else:
+        with tempfile.TemporaryDirectory() as made:
+            yield Path(made)
+
+
+def _python(folder: Path, packages: list[str]) -> str:
+    """The Python of a virtual environment with packages. It can import the packages of .venv too, such as torch."""
+    environment = folder / "venv"
+    python = str(environment / "bin/python")
+    if not environment.exists():
+        subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+        (site,) = environment.glob("lib/python*/site-packages")
+        (site / "zz_of_pagewire.pth").write_text(sysconfig.get_paths()["purelib"])
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages], check=True)
+    return python
+
+
+def _python_program(folder: Path, program: Program) -> list[str]:
+    return [_python(folder, program.packages), str(CLIENTS / program.name)]
+
+
+def _node(folder: Path, program: Program) -> list[str]:
+    """Node imports packages from the folder of the program, so the programs are copied there."""
+    home = folder / "node"
+    home.mkdir(exist_ok=True)
+    for file in CLIENTS.glob("*.mjs"):
+        shutil.copy(file, home)
+    subprocess.run(["npm", "install", "--silent", "--no-audit", "--no-fund", *program.packages], cwd=home, check=True)
+    return ["node", str(home / program.name)]
+
+
+if __name__ == "__main__":
+    main()

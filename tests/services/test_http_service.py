@@ -1,0 +1,69 @@
+"""A call of an HTTP request is a call of InferenceService in the same process, in step with its reader."""
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+
+from pagewire_common.calls.errors import RequestError
+from scheduler_service.frontend.http.service import _streaming
+
+
+class Method:
+    """Sends numbers until it ends."""
+
+    def __init__(self, ends_with: Exception | None = None) -> None:
+        self.num_sent, self.has_ended = 0, False
+        self._ends_with = ends_with
+
+    async def __call__(self, request: int, context: Any) -> None:
+        try:
+            for number in range(request):
+                self.num_sent += 1
+                await context.write(number)
+            if self._ends_with is not None:
+                raise self._ends_with
+        finally:
+            self.has_ended = True
+
+
+async def all_run() -> None:
+    """Let every task go as far as it can."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_a_reader_that_is_slow_slows_its_call_and_one_that_leaves_ends_it() -> None:
+    method = Method()
+    async with _streaming(method, 100, ()) as messages:
+        for number in range(3):
+            assert await anext(messages) == number
+            await all_run()
+            assert method.num_sent <= number + 3
+        assert not method.has_ended
+    assert method.has_ended
+    assert method.num_sent < 100
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (RequestError(grpc.StatusCode.NOT_FOUND, "there is none"), grpc.StatusCode.NOT_FOUND, "there is none"),
+        (ValueError("/inside"), grpc.StatusCode.INTERNAL, "internal error; the server's log has the details"),
+    ],
+)
+async def test_an_error_comes_behind_all_messages_and_says_nothing_of_the_inside(
+    error: Exception, code: grpc.StatusCode, words: str
+) -> None:
+    found = []
+
+    async def read() -> None:
+        async with _streaming(Method(error), 3, ()) as messages:
+            async for number in messages:
+                found.append(number)
+                await all_run()
+
+    with pytest.raises(RequestError) as raised:
+        await read()
+    assert (found, raised.value.code, str(raised.value)) == ([0, 1, 2], code, words)
