@@ -6,7 +6,10 @@ from typing import Any
 import grpc
 import pytest
 
+from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.calls.errors import RequestError
+from scheduler_service.frontend.http.openai.chat import ended
+from scheduler_service.frontend.http.openai.chat_choice import ChatChoice
 from scheduler_service.frontend.http.service import _streaming
 
 
@@ -67,3 +70,9 @@ async def test_an_error_comes_behind_all_messages_and_says_nothing_of_the_inside
     with pytest.raises(RequestError) as raised:
         await read()
     assert (found, raised.value.code, str(raised.value)) == ([0, 1, 2], code, words)
+
+
+def test_one_of_several_outputs_that_fails_says_why_and_the_others_go_on() -> None:
+    error = pb.OutputError(code=grpc.StatusCode.INTERNAL.value[0], message="it broke")
+    message = pb.GenerateResponse(finish_reason=pb.FINISH_REASON_ERROR, error=error)
+    assert ended(ChatChoice(0, "a"), message) == {"finish_reason": "error", "stop_reason": "it broke"}

@@ -105,7 +105,7 @@ async def test_documents_are_ranked_and_scored(server: tuple[InProcess, str]) ->
     documents = ["a town", "an answer", "another", "a question"]
     async with Client(one.target) as ours:
         expected = await ours.score("a question", documents)
-    asked = {"model": MODEL, "query": "a question", "documents": [*documents[:3], {"text": documents[3], "id": 7}]}
+    asked = {"model": MODEL, "query": "a question", "documents": [*documents[:3], {"text": documents[3]}]}
     status, found = await post(url, "/v1/rerank", asked)
     assert status == 200
     assert [(one["index"], one["relevance_score"]) for one in found["results"]] == expected
@@ -118,6 +118,8 @@ async def test_documents_are_ranked_and_scored(server: tuple[InProcess, str]) ->
     assert [(one["index"], one["score"]) for one in scored["data"]] == sorted(expected)
     status, scored = await post(url, "/v1/score", {"text_1": "a question", "text_2": documents[1]})
     assert [one["score"] for one in scored["data"]] == [dict(expected)[1]]
+    status, scored = await post(url, "/v1/score", {"queries": "a question", "documents": documents})
+    assert [(one["index"], one["score"]) for one in scored["data"]] == sorted(expected)
 
 
 REFUSED: list[tuple[str, Any, int, str]] = [
@@ -137,6 +139,10 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("embeddings", {"input": "x" * 500}, 400, "inputs[0] has more tokens than the 66"),
     ("embeddings", {"input": "x", "dimensions": 4000}, 400, "dimensions is 4000"),
     ("embeddings", {"input": "x", "dimensions": 1.5}, 400, "dimensions: "),
+    ("embeddings", {"input": "x", "dimensions": 0}, 400, "dimensions: "),
+    ("rerank", {"query": "x", "documents": [{"text": "x", "image": "y"}]}, 400, "documents does not have the form"),
+    ("score", {"text_1": "x", "queries": "x", "documents": "y"}, 400, "set either text_1 or queries"),
+    ("score", {"queries": "x"}, 400, "set either text_2 or documents"),
     ("embeddings", {"input": "x", "encoding_format": "hex"}, 400, "encoding_format: "),
     ("embeddings", {"input": "x", "input_type": "query"}, 400, "input_type is not supported here"),
     ("embeddings", {"input": "x", "y" * 1000: 1}, 400, " is not supported here"),

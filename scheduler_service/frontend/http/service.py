@@ -5,9 +5,9 @@ An HTTP request becomes the same calls as over gRPC, so both protocols have one 
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import grpc
 import structlog
@@ -34,6 +34,8 @@ _INTERNAL = RequestError(grpc.StatusCode.INTERNAL, "internal error; the server's
 
 
 Method = Callable[[Any, Any], Coroutine[Any, Any, None]]
+T = TypeVar("T")
+Streaming = AbstractAsyncContextManager[AsyncIterator[T]]
 
 
 class _End(NamedTuple):
@@ -63,8 +65,7 @@ class LocalContext:
 class ChatRequest:
     """A chat. `syntax`: how the model writes reasoning and calls. `tools`: the tools that it may call.
 
-    `drops_special`: the output is decoded with special tokens, which
-    count as marks of the syntax alone.
+    `drops_special`: the output is decoded with special tokens, which count as marks of the syntax alone.
     """
 
     asked: pb.GenerateRequest
@@ -90,16 +91,19 @@ class Service:
                 return await allowed_model(self.link)
         return await allowed_model(self.link)
 
-    @asynccontextmanager
-    async def generate(
-        self, request: pb.GenerateRequest, metadata: Metadata
-    ) -> AsyncIterator[AsyncIterator[pb.GenerateResponse]]:
+    def generate(self, request: pb.GenerateRequest, metadata: Metadata) -> Streaming[pb.GenerateResponse]:
         """Begin a Generate call. Yields the call's messages. When the block ends, so does the call."""
-        async with _streaming(self._servicer.Generate, request, metadata) as messages:
-            yield messages
+        return _streaming(self._servicer.Generate, request, metadata)
 
-    @asynccontextmanager
-    async def chat(self, request: ChatRequest, metadata: Metadata) -> AsyncIterator[AsyncIterator[ChatDelta]]:
+    def embed(self, request: pb.EmbedRequest, metadata: Metadata) -> Streaming[pb.EmbedResponse]:
+        """Begin an Embed call, as `generate`."""
+        return _streaming(self._servicer.Embed, request, metadata)
+
+    def transcribe(self, request: pb.TranscribeRequest, metadata: Metadata) -> Streaming[pb.TranscribeResponse]:
+        """Begin a Transcribe call, as `generate`."""
+        return _streaming(self._servicer.Transcribe, request, metadata)
+
+    def chat(self, request: ChatRequest, metadata: Metadata) -> Streaming[ChatDelta]:
         """Begin a Generate call whose outputs are parsed as assistants' messages, as `generate`."""
 
         async def method(asked: pb.GenerateRequest, context: Any) -> None:
@@ -109,30 +113,13 @@ class Service:
 
             await generate(self.link, asked, context, answers, operation=CHAT, output=request.output)
 
-        async with _streaming(method, request.asked, metadata) as deltas:
-            yield deltas
+        return _streaming(method, request.asked, metadata)
 
     def grammars(self, syntax: ChatSyntax, model: ServedModel) -> ToolGrammars:
         """The compiler of grammars for messages in a syntax."""
         if (found := self._grammars.get(syntax)) is None:
             found = self._grammars[syntax] = ToolGrammars(syntax, _model_tokens(syntax, model))
         return found
-
-    @asynccontextmanager
-    async def embed(
-        self, request: pb.EmbedRequest, metadata: Metadata
-    ) -> AsyncIterator[AsyncIterator[pb.EmbedResponse]]:
-        """Begin an Embed call, as `generate`."""
-        async with _streaming(self._servicer.Embed, request, metadata) as messages:
-            yield messages
-
-    @asynccontextmanager
-    async def transcribe(
-        self, request: pb.TranscribeRequest, metadata: Metadata
-    ) -> AsyncIterator[AsyncIterator[pb.TranscribeResponse]]:
-        """Begin a Transcribe call, as `generate`."""
-        async with _streaming(self._servicer.Transcribe, request, metadata) as messages:
-            yield messages
 
     async def score(self, request: pb.ScoreRequest, metadata: Metadata) -> pb.ScoreResponse:
         context: Any = LocalContext(metadata)

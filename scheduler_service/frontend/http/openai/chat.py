@@ -13,7 +13,7 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.calls.errors import RequestError
 from scheduler_service.frontend.http.call import Call
 from scheduler_service.frontend.http.chat_answers import ChatDelta
-from scheduler_service.frontend.http.errors import HttpError, failed, refused_by
+from scheduler_service.frontend.http.errors import HttpError, refused_by
 from scheduler_service.frontend.http.openai.chat_choice import ChatChoice
 from scheduler_service.frontend.http.openai.chat_fields import ChatFields
 from scheduler_service.frontend.http.openai.chat_request import chat_request
@@ -24,7 +24,12 @@ from scheduler_service.frontend.model import ServedModel
 TOKEN_BYTES = 40
 LOGPROB_BYTES = 200
 """Approximate bytes of memory for each log-probability of an answer."""
-REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length", pb.FINISH_REASON_ABORT: "abort"}
+REASONS = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_ABORT: "abort",
+    pb.FINISH_REASON_ERROR: "error",
+}
 
 
 async def chat(call: Call) -> web.StreamResponse:
@@ -85,17 +90,17 @@ class _Chat:
             logprobs[message.index] += await self._shown(message)
             if self._fields.return_token_ids:
                 token_ids[message.index] += message.token_ids
-                prompt["prompt_token_ids"] = list(delta.prompt_token_ids)
+                prompt["prompt_token_ids"] = prompt["prompt_token_ids"] or list(delta.prompt_token_ids)
             if message.prompt_logprobs:
                 entries = await shown_prompt_logprobs(message.prompt_logprobs, self._call.texts, self._model)
                 prompt["prompt_logprobs"] = (prompt["prompt_logprobs"] or []) + list(map(json.loads, entries))
             if message.finish_reason:
-                ends[message.index] = _ended(choice, message)
+                ends[message.index] = ended(choice, message)
         head = self._head | {"object": "chat.completion", "usage": self._usage()} | prompt
 
         async def parts() -> AsyncIterator[bytes]:
-            for choice, entries, ids, ended in zip(self._choices, logprobs, token_ids, ends, strict=True):
-                shown = {"index": choice.index, "message": choice.message()} | ended
+            for choice, entries, ids, over in zip(self._choices, logprobs, token_ids, ends, strict=True):
+                shown = {"index": choice.index, "message": choice.message()} | over
                 shown["token_ids"] = ids if self._fields.return_token_ids else None
                 yield _with_logprobs(shown, entries if self._fields.logprobs else None).encode()
 
@@ -112,15 +117,15 @@ class _Chat:
             message, choice = delta.message, self._choices[delta.message.index]
             self._count(delta)
             events = choice.add(delta.events, len(message.token_ids), keeps=False)
-            ended = _ended(choice, message) if message.finish_reason else None
+            over = ended(choice, message) if message.finish_reason else None
             if self._response is None:
                 self._response = await begin_events(self._call.request)
             if choice.num_tokens == len(message.token_ids):  # the first delta of the choice
                 events = {"role": "assistant", "content": ""} | events
             entries = await self._shown(message)
-            if not (events or entries or ended or self._fields.return_token_ids):
+            if not (events or entries or over or self._fields.return_token_ids):
                 continue
-            shown = {"index": choice.index, "delta": events} | (ended or {"finish_reason": None})
+            shown = {"index": choice.index, "delta": events} | (over or {"finish_reason": None})
             further = ""
             if self._fields.return_token_ids:
                 shown["token_ids"] = list(message.token_ids)
@@ -173,13 +178,11 @@ class _Chat:
         }
 
 
-def _ended(choice: ChatChoice, message: pb.GenerateResponse) -> dict[str, Any]:
-    """The end of a choice. Raises HttpError if the output failed."""
-    if message.finish_reason not in REASONS:
-        raise failed(message.error)
+def ended(choice: ChatChoice, message: pb.GenerateResponse) -> dict[str, Any]:
+    """The end of a choice. If one of several outputs failed, its `stop_reason` is the error; the others go on."""
     named = message.WhichOneof("stop_reason")
     reason = choice.finish_reason(REASONS[message.finish_reason])
-    return {"finish_reason": reason, "stop_reason": getattr(message, named) if named else None}
+    return {"finish_reason": reason, "stop_reason": getattr(message, named) if named else message.error.message or None}
 
 
 def _with_logprobs(shown: dict[str, Any], entries: list[str] | None) -> str:

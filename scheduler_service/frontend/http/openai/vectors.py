@@ -6,17 +6,20 @@ import sys
 import time
 import uuid
 from array import array
-from collections.abc import AsyncIterator
-from typing import Annotated, Any, Literal
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 from aiohttp import web
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from pagewire.v1 import inference_service_pb2 as pb
-from scheduler_service.frontend.http.body import MAX_TEXTS, Fields, Number, Priority, Texts, each_text
+from scheduler_service.frontend.http.body import MAX_TEXTS, Fields, Number, Part, Priority, Texts, each_text
 from scheduler_service.frontend.http.call import Call
+from scheduler_service.frontend.http.errors import invalid
 from scheduler_service.frontend.http.writing import answer_in_parts
 from scheduler_service.frontend.model import ServedModel
+
+T = TypeVar("T")
 
 
 class EmbeddingsFields(Fields):
@@ -24,14 +27,14 @@ class EmbeddingsFields(Fields):
 
     input: Texts
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: Number | None = None
+    dimensions: Annotated[int, Field(ge=1, lt=1 << 32)] | None = None
     normalize: bool | None = None
     truncate: bool = False
     priority: Priority = 0
 
 
-class Document(BaseModel):
-    """A document's text. All fields of a document except its text are ignored."""
+class Document(Part):
+    """A document as an object: only its text is supported."""
 
     text: str
 
@@ -47,8 +50,12 @@ class RerankFields(Fields):
 
 
 class ScoreFields(Fields):
-    text_1: str
-    text_2: str | Annotated[list[str], Field(fail_fast=True, max_length=MAX_TEXTS)]
+    """`queries` and `documents` are vLLM's newer names of `text_1` and `text_2`."""
+
+    text_1: str | None = None
+    text_2: str | Annotated[list[str], Field(fail_fast=True, max_length=MAX_TEXTS)] | None = None
+    queries: str | None = None
+    documents: str | Annotated[list[str], Field(fail_fast=True, max_length=MAX_TEXTS)] | None = None
     pair_format: str = ""
     truncate: bool = False
     priority: Priority = 0
@@ -125,9 +132,11 @@ async def rerank(call: Call) -> web.StreamResponse:
 
 async def score(call: Call) -> web.StreamResponse:
     fields = await call.fields(ScoreFields)
-    documents = [fields.text_2] if isinstance(fields.text_2, str) else fields.text_2
+    query = _one_of("text_1", fields.text_1, "queries", fields.queries)
+    texts = _one_of("text_2", fields.text_2, "documents", fields.documents)
+    documents = [texts] if isinstance(texts, str) else texts
     model = await call.model()
-    scored = await _scores(call, fields, model, fields.text_1, documents, 0)
+    scored = await _scores(call, fields, model, query, documents, 0)
     data = [
         {"index": one.index, "object": "score", "score": one.score}
         for one in sorted(scored.scores, key=lambda one: one.index)
@@ -138,8 +147,17 @@ async def score(call: Call) -> web.StreamResponse:
     return web.json_response(answer | {"model": fields.model or model.name, "usage": usage})
 
 
+def _one_of(name: str, value: T | None, newer: str, same: T | None) -> T:
+    """The value of a field that has two names. Raises HttpError unless exactly one name is used."""
+    if value is not None and same is None:
+        return value
+    if value is None and same is not None:
+        return same
+    raise invalid(f"set either {name} or {newer}", newer)
+
+
 async def _scores(
-    call: Call, fields: RerankFields | ScoreFields, model: ServedModel, query: str, documents: list[str], top_n: int
+    call: Call, fields: RerankFields | ScoreFields, model: ServedModel, query: str, documents: Sequence[str], top_n: int
 ) -> pb.ScoreResponse:
     asked = pb.ScoreRequest(
         query=query,
