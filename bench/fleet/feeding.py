@@ -23,7 +23,7 @@ STEP_MS = 20.0
 WORKERS_A_PROCESS = 8
 MAX_IDLE_PERCENT = 5.0
 WAITING_SHARE = 0.125
-"""Additional streams, as a share of those that can run at once, so that some requests always wait."""
+"""Streams that wait, as a share of the streams that run. Some requests must always wait."""
 RAMP_SECONDS = 60.0
 SETTLE_SECONDS = 3.0
 WINDOW_SECONDS = 8.0
@@ -54,7 +54,7 @@ class Feeding:
 
     @property
     def is_fed(self) -> bool:
-        """Whether the workers are busy with nearly full steps: half-empty steps count as half idle."""
+        """Whether the workers are busy. A step that is half empty counts as half idle."""
         return self.idle_percent < MAX_IDLE_PERCENT and self.sequences_a_step > 0.95 * MAX_NUM_SEQS
 
 

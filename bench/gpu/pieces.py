@@ -1,7 +1,7 @@
 """Cuts archives of packages into pieces on a machine with a network, and joins them on one without.
 
 Each part, such as vllm/, is a zip archive that is cut into pieces. manifest.json names all with their sizes and
-digests. Pieces may arrive in any order: each call of `join` keeps those that have arrived, and unpacks complete parts.
+digests. Pieces may arrive in any order. Each call of `join` keeps the arrived pieces and unpacks every complete part.
 Only the standard library is used.
 """
 

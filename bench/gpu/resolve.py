@@ -165,7 +165,7 @@ def _pinned(asked: SpecifierSet, pin: SpecifierSet | None) -> SpecifierSet:
 
 
 def _requirements_of(wheel: Path, extra: str, machine: Inventory) -> Sequence[Requirement]:
-    """A wheel's requirements on the machine, or those of one extra."""
+    """The packages that a wheel requires on the machine. With an extra: the packages that the extra requires."""
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = (name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/METADATA"))
         lines = HeaderParser().parsestr(archive.read(metadata).decode()).get_all("Requires-Dist") or []

@@ -147,7 +147,7 @@ def vllm_scores(url: str, texts: Iterable[list[int]]) -> list[Scores]:
 
 
 def scores_of(entries: Sequence[dict[str, dict[str, Any]] | None], text: Sequence[int]) -> Scores:
-    """Scores from vLLM's entries, which map token ids to log-probabilities; the first position has none."""
+    """Scores from vLLM's entries, each a map of token ids to log-probabilities. The first has no entry."""
     known = [entry or {} for entry in entries[1:]]
     return Scores(
         [entry[str(token)]["logprob"] for entry, token in zip(known, text[1:], strict=True)],
