@@ -3,10 +3,10 @@
 python -m bench trained_head FOLDER [--model default] [--prompts FILE] [--outputs 240] [--epochs 6]
 
 A server answers prompts about source files that `bench speculation` does not use. With --prompts, it also answers the
-prompts of a file in MT-bench's format. The head starts as the model's last layer and learns the model's probabilities. As when it drafts
-several tokens, its inputs for later drafts are its own hidden states ("EAGLE-3: Scaling up Inference Acceleration of
-Large Language Models via Training-Time Test", Li et al., 2025). A tenth of the answers is held out, to measure how
-often drafts are right.
+prompts of a file in MT-bench's format. The head starts as the model's last layer and learns the model's probabilities.
+As when it drafts several tokens, its inputs for later drafts are its own hidden states ("EAGLE-3: Scaling up Inference
+Acceleration of Large Language Models via Training-Time Test", Li et al., 2025). A tenth of the answers is held out, to
+measure how often drafts are right.
 """
 
 import argparse
