@@ -91,7 +91,8 @@ async def test_a_loop_of_tools_ends_with_an_answer(client: openai.AsyncOpenAI) -
     answer = await client.responses.create(model=MODEL, input=asked, temperature=0, max_output_tokens=8)
     assert answer.output_text
     assert answer.usage is not None
-    assert answer.usage.input_tokens_details.cached_tokens >= 0
+    assert answer.usage.output_tokens == 8
+    assert answer.usage.total_tokens == answer.usage.input_tokens + 8
     again = await client.responses.create(
         model=MODEL, input=[*asked, *answer.output, *asked], temperature=0, max_output_tokens=1
     )
