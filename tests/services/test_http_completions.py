@@ -249,6 +249,7 @@ async def test_a_stream_has_its_usage_at_the_end(client: openai.AsyncOpenAI) -> 
         ({"x": 1}, 400, "x is not supported here"),
         ({"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": True}}}, 400, "schema"),
         ({"prompt": "x", "response_format": {"type": "json_schema"}}, 400, "response_format.json_schema is missing"),
+        ({"prompt": "x", "response_format": {"type": "text", "json_schema": {}}}, 400, "and the type is text"),
         ({"prompt": "x", "response_format": {"type": "xml"}}, 400, "response_format.type: "),
         ({"prompt": "x", "regex": "("}, 400, "regex"),
         ({"prompt": "x", "stream": True, "regex": "("}, 400, "regex"),

@@ -123,3 +123,13 @@ def test_every_option_of_the_client_is_known() -> None:
     """An option is obeyed, refused by a sentence that names its allowed value, or listed as one without effect."""
     for name in ollama.Options.model_fields:
         assert name in {*_SAME, *_RENAMED, *_RUNTIME, *_NEUTRAL}
+
+
+async def test_a_raw_prompt_has_special_tokens_and_no_system_message(client: ollama.AsyncClient) -> None:
+    sizes = [
+        (await client.generate(MODEL, "<|im_start|>", raw=True, options=GREEDY | {"num_predict": 1})).prompt_eval_count,
+        (await client.generate(MODEL, "x", raw=True, options=GREEDY | {"num_predict": 1})).prompt_eval_count,
+    ]
+    assert sizes[0] == sizes[1]
+    with pytest.raises(ollama.ResponseError, match="system cannot be combined with raw"):
+        await client.generate(MODEL, "x", system="y", raw=True, options=GREEDY)

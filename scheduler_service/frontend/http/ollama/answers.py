@@ -16,7 +16,7 @@ from scheduler_service.frontend.http.call import Call
 from scheduler_service.frontend.http.chat_answers import ChatDelta
 from scheduler_service.frontend.http.chats.call_object import CallObject
 from scheduler_service.frontend.http.chats.thinking import can_think
-from scheduler_service.frontend.http.errors import HttpError, failed
+from scheduler_service.frontend.http.errors import HttpError, failed, invalid
 from scheduler_service.frontend.http.ollama.fields import (
     ChatBody,
     EmbedBody,
@@ -53,6 +53,8 @@ async def generate(call: Call) -> web.StreamResponse:
     answer = _Answer(call, fields, model, is_chat=False)
     if not fields.prompt:
         return await answer.send([])
+    if fields.raw and fields.system is not None:
+        raise invalid("system cannot be combined with raw, because raw uses no chat template", "system")
     if fields.raw:
         return await answer.send([{"role": "user", "content": ""}], raw=fields.prompt)
     system = [] if fields.system is None else [{"role": "system", "content": fields.system}]
@@ -81,6 +83,7 @@ class _Answer:
         request = await chat_request(chat, model, adapter, f"ollama-{self._base}", service, fits_max_tokens=True)
         if raw is not None:
             request.asked.text = raw
+            request.asked.parse_special_tokens = True  # the client has applied a template of its own
         self._call_id = request.syntax.call_id
         try:
             async with service.chat(request, self._call.metadata) as deltas:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from scheduler_service.frontend.checking.checks import MAX_MESSAGES, check_length
-from scheduler_service.frontend.http.body import MAX_TEXTS, Number, Part, parse_part
+from scheduler_service.frontend.http.body import MAX_TEXTS, Part, parse_part
 from scheduler_service.frontend.http.call import Call
 from scheduler_service.frontend.http.chats.json_values import read_object, shown, shown_key
 from scheduler_service.frontend.http.chats.thinking import can_think, thinking_fields
@@ -61,12 +61,12 @@ class GenerateBody(TextFields):
 class EmbedBody(ModelFields):
     input: str | Annotated[list[str], Field(fail_fast=True, max_length=MAX_TEXTS)]
     truncate: bool = True
-    dimensions: Number | None = None
+    dimensions: Annotated[int, Field(ge=1, lt=1 << 32)] | None = None
 
 
 class ShowBody(Part):
     model: Annotated[str, Field(min_length=1, max_length=256)]
-    verbose: bool = False
+    verbose: Literal[False] = False
 
 
 def adapter_of(call: Call, asked: str, model: ServedModel) -> str:

@@ -224,6 +224,8 @@ def _as_text(schema: dict[str, Any] | str | None) -> str | None:
 
 def _schema_of(asked: ResponseFormat) -> str | None:
     """The JSON schema of a response format. Raises HttpError."""
+    if asked.type != "json_schema" and asked.json_schema is not None:
+        raise invalid(f"response_format.json_schema is set, and the type is {asked.type}", "response_format")
     match asked:
         case ResponseFormat(type="json_object"):
             return '{"type": "object"}'
