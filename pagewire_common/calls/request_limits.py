@@ -58,7 +58,8 @@ def refusing_unknown(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
     def known(data: bytes) -> Any:
         request = parse(data)
-        if not isinstance(request, Unparsed) and (found := unknown_field(request)):
+        # Discarding unknown fields takes 1 ms for 4,096 chat messages; a search for them would take 8 ms.
+        if isinstance(request, Message) and _discards_unknown(request) and (found := unknown_field(parse(data))):
             return Unparsed(
                 f"the request has {found}, which this server does not know: leave it out, or use a newer server"
             )
@@ -181,8 +182,15 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
     raise ValueError
 
 
+def _discards_unknown(message: Message) -> bool:
+    """Discard a message's unknown fields, and return whether there were any."""
+    size = message.ByteSize()
+    message.DiscardUnknownFields()
+    return message.ByteSize() != size
+
+
 def unknown_field(message: Message) -> str:
-    """The first unknown field in a message or its submessages, or empty: 0.12 µs a message.
+    """The first unknown field in a message or its submessages, or empty: 2 µs a message.
 
     Lists of numbers and maps, which have numbers as values, are not searched.
     """

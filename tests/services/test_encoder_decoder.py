@@ -232,7 +232,10 @@ async def test_a_decoder_begins_with_the_token_of_any_text_if_no_other_is_named_
             given = await collect(client, EncoderPrompt(TEXTS[1], (1,)), params)
             said.append(given.outputs[0].token_ids)
             if bos_token_id is None:
-                with pytest.raises(grpc.aio.AioRpcError, match="token_ids is missing: the model's files do not say"):
+                with pytest.raises(
+                    grpc.aio.AioRpcError,
+                    match="token_ids is missing: the model's files name no start token of its decoder",
+                ):
                     await collect(client, EncoderPrompt(TEXTS[1]), params)
             else:
                 found = await collect(client, EncoderPrompt(TEXTS[1]), params)
