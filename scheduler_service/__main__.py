@@ -1,18 +1,31 @@
 """Run the scheduler service: python -m scheduler_service --help."""
 
-from pagewire_common.serving.server import run
+import sys
+
 from pagewire_common.settings import load_settings
+from pagewire_common.start_error import StartError
 from pagewire_common.telemetry.logs import configure_logging
+from scheduler_service.processes.keeper import Place, keep
 from scheduler_service.settings import SchedulerSettings
+
+NAME = "scheduler_service"
 
 
 def main() -> None:
-    settings = load_settings(SchedulerSettings, "scheduler_service")
+    settings = load_settings(SchedulerSettings, NAME)
     configure_logging(settings.log_level, settings.log_format)
     settings.log_old_names()
-    from scheduler_service.server import serve  # after the check of the flags
 
-    run("scheduler_service", lambda: serve(settings))
+    def run_engine(place: Place, pipe: int) -> None:
+        from pagewire_common.serving.server import run
+        from scheduler_service.server import serve
+
+        run(NAME, lambda: serve(settings, place, pipe))
+
+    try:
+        sys.exit(keep(settings, run_engine))
+    except StartError as error:
+        sys.exit(f"{NAME}: {error}")
 
 
 if __name__ == "__main__":

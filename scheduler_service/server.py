@@ -1,12 +1,11 @@
-"""The engine's process: starts and stops engine, front ends and metrics, in order."""
+"""The engine's process: starts and stops the engine, its ports, and its service for front ends, in order."""
 
 import asyncio
 import contextlib
 import gc
-import json
+import os
+import signal
 from collections.abc import AsyncIterator
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 
 import grpc
 import structlog
@@ -16,7 +15,6 @@ from pagewire.v1.admin_service_pb2_grpc import add_AdminServiceServicer_to_serve
 from pagewire.v1.engine_service_pb2_grpc import add_EngineServiceServicer_to_server
 from pagewire_common.calls.errors import ErrorInterceptor
 from pagewire_common.connection.tls import OPEN, Security
-from pagewire_common.processes.temporary import TemporaryFolder, remove_dead_folders
 from pagewire_common.serving.server import GrpcServer, stop_event
 from pagewire_common.start_error import StartError
 from pagewire_common.telemetry.metrics import serve_metrics
@@ -24,11 +22,10 @@ from scheduler_service.access.audit import Audit
 from scheduler_service.access.caller import admin_check
 from scheduler_service.access.key_file import KeyFile
 from scheduler_service.engine.engine import Engine
-from scheduler_service.engine.front_ends.port import PATIENCE_SECONDS, reserved
-from scheduler_service.engine.front_ends.processes import FrontEndProcesses
 from scheduler_service.engine.front_ends.servicer import FrontEnds
 from scheduler_service.operations.admin_servicer import AdminServicer
 from scheduler_service.operations.metrics import SchedulerMetrics
+from scheduler_service.processes.keeper import Place
 from scheduler_service.settings import SchedulerSettings
 
 log = structlog.get_logger()
@@ -36,25 +33,25 @@ log = structlog.get_logger()
 ADMIN_SERVICE = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 ADMIN_BYTES = 64 << 10
 """Bytes of an operator's request."""
+GOODBYE_SECONDS = 5.0
+"""Seconds for front ends to detach at the end."""
 OPTIONS = (("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20))
 
 
 @contextlib.asynccontextmanager
-async def engine_server(front_ends: FrontEnds) -> AsyncIterator[str]:
-    """Serve front ends on a socket for this user only. Yields its target."""
+async def engine_server(front_ends: FrontEnds, target: str) -> AsyncIterator[None]:
+    """Serve front ends on a socket. Raises StartError if the socket's path is too long."""
     server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=OPTIONS)
     add_EngineServiceServicer_to_server(front_ends, server)
-    with TemporaryFolder("engine") as directory:  # for this user only
-        target = f"unix:{directory / 'engine'}"
-        try:
-            server.add_insecure_port(target)
-        except RuntimeError as error:  # the socket's path has more than 107 bytes
-            raise StartError(f"cannot make a socket in {directory}: set TMPDIR to a shorter path") from error
-        await server.start()
-        try:
-            yield target
-        finally:
-            await server.stop(grace=None)
+    try:
+        server.add_insecure_port(target)
+    except RuntimeError as error:  # the socket's path has more than 107 bytes
+        raise StartError(f"cannot make the socket {target}: set TMPDIR to a shorter path") from error
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(grace=None)
 
 
 @contextlib.asynccontextmanager
@@ -73,26 +70,15 @@ async def admin_server(admin: AdminServicer, listen: str, security: Security = O
         await server.server.stop(grace=None)
 
 
-def check_response_template(file: Path) -> None:
-    """Raises StartError if the front ends could not read the file."""
-    try:
-        template = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise StartError(f"--response-template: {file} cannot be read: {error}") from None
-    if not isinstance(template, dict) or not isinstance(template.get("fields"), dict):
-        raise StartError(f"--response-template: {file} is no response template: it has no object `fields`")
+async def serve(settings: SchedulerSettings, place: Place, pipe: int) -> None:
+    """Serve until SIGTERM or SIGINT, then let streams finish during the grace period.
 
-
-async def serve(settings: SchedulerSettings) -> None:
-    """Serve until SIGTERM or SIGINT, then let streams finish during the grace period."""
-    if settings.response_template is not None:
-        check_response_template(settings.response_template)
+    Writes a byte to `pipe` when front ends can attach.
+    """
     stop = stop_event()
-    remove_dead_folders()
     keys = KeyFile(settings.api_keys, settings.api_key.get_secret_value() if settings.api_key is not None else None)
     engine = Engine(settings, keyring=keys.keyring)
-    processes = FrontEndProcesses(settings.frontends)
-    front_ends = FrontEnds(engine, settings.frontends, processes.kill)
+    front_ends = FrontEnds(engine, settings.frontends, _kill)
     admin = AdminServicer(front_ends)
     metrics = SchedulerMetrics(
         front_ends, lambda: engine.fleet.agreement.model_name, vllm_names=settings.vllm_metric_names
@@ -102,38 +88,22 @@ async def serve(settings: SchedulerSettings) -> None:
     def may_read_metrics(authorization: str) -> bool:
         return engine.keyring is None or engine.keyring.opens_metrics(authorization)
 
-    with (
-        reserved(settings.listen, PATIENCE_SECONDS) as listen,
-        _reserved_http(settings.http_listen) as http_listen,
+    async with (
+        serve_metrics(settings.metrics_listen, metrics.families, security, may_read_metrics),
+        admin_server(admin, settings.admin_listen, security),
+        engine_server(front_ends, place.engine),
     ):
-        async with (
-            serve_metrics(settings.metrics_listen, metrics.families, security, may_read_metrics),
-            admin_server(admin, settings.admin_listen, security),
-            engine_server(front_ends) as target,
-        ):
-            arguments = ["--engine", target, "--listen", listen]
-            if http_listen is not None:
-                arguments += ["--http-listen", http_listen, "--receive-timeout", str(settings.receive_timeout)]
-            if settings.response_template is not None:
-                arguments += ["--response-template", str(settings.response_template)]
-            arguments += ["--log-level", settings.log_level, "--log-format", settings.log_format]
-            arguments += ["--max-connections", str(settings.max_connections)]
-            if settings.otlp_traces_endpoint is not None:
-                arguments += ["--otlp-traces-endpoint", settings.otlp_traces_endpoint]
-            if settings.tls is not None:
-                arguments += ["--tls", str(settings.tls), *(["--mutual-tls"] if settings.mutual_tls else [])]
-            watching = asyncio.create_task(keys.watch(front_ends.set_keys))
-            keeping = asyncio.create_task(processes.run(arguments, front_ends.listens))
-            await _run(settings, engine, front_ends, admin, stop, keeping, http_listen)
-            watching.cancel()
-            await processes.stop(front_ends.say_goodbye())
-            if not keeping.cancel():
-                await keeping  # raises the error of a task that has ended
+        os.write(pipe, b"+")
+        watching = asyncio.create_task(keys.watch(front_ends.set_keys))
+        await _run(settings, engine, front_ends, admin, stop, place.http_listen)
+        watching.cancel()
+        await front_ends.say_goodbye(GOODBYE_SECONDS)
     log.info("stopped")
 
 
-def _reserved_http(listen: str | None) -> AbstractContextManager[str | None]:
-    return nullcontext() if listen is None else reserved(listen, PATIENCE_SECONDS, "--http-listen")
+def _kill(process_id: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process_id, signal.SIGKILL)
 
 
 async def _run(
@@ -142,7 +112,6 @@ async def _run(
     front_ends: FrontEnds,
     admin: AdminServicer,
     stop: asyncio.Event,
-    keeping: asyncio.Task[None],
     http_listen: str | None,
 ) -> None:
     async def run_engine() -> None:
@@ -153,7 +122,7 @@ async def _run(
     running = asyncio.create_task(run_engine())
     announcing = asyncio.create_task(announce(engine, front_ends))
     stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait((running, keeping, stopping), return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
     log.info("stopping", requests=len(engine.requests.in_flight))
     announcing.cancel()
     front_ends.tell_serving(serving=False)

@@ -20,7 +20,7 @@ from pagewire_client import local
 
 true_start = local.start_process
 _WORKER = ("worker_service.__main__", "worker_service.execution.worker")
-_SCHEDULER = ("scheduler_service.__main__", "scheduler_service.server")
+_SCHEDULER = ("scheduler_service.__main__", "scheduler_service.processes.keeper", "scheduler_service.server")
 FRONT_END = ("scheduler_service.frontend.__main__", "scheduler_service.frontend.server")
 IMPORTS = {"worker_service": _WORKER, "faulty_worker": _WORKER, "scheduler_service": _SCHEDULER}
 """Modules imported before the fork, by the module that is run. Front ends are forked for forked schedulers."""

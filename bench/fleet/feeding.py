@@ -16,7 +16,7 @@ import psutil
 from bench.fleet.child import Child
 from bench.fleet.sleeping_servicer import MAX_NUM_SEQS
 from bench.loads.drive import BenchError
-from bench.systems.processes import cpu_seconds
+from bench.systems.processes import cpu_seconds, engine_process
 from pagewire_client.local import ADMIN, ServiceProcess
 
 STEP_MS = 20.0
@@ -93,14 +93,15 @@ def measure(
         if num_connections is not None:
             of_load += ["--connections", str(num_connections)]
         load = stack.enter_context(Child("bench.fleet.raw_load", *of_load))
-        front_ends = [process.pid for process in psutil.Process(scheduler.process.pid).children()]
+        engine = engine_process(scheduler.process.pid).pid
+        front_ends = [one.pid for one in psutil.Process(scheduler.process.pid).children() if one.pid != engine]
 
         def read() -> dict[str, float]:
             workers = [worker for group in groups for worker in group.ask().values()]
             return {
                 **load.ask(),
                 **{name: sum(worker[name] for worker in workers) for name in workers[0]},
-                "engine_cpu": cpu_seconds([scheduler.process.pid], descendants=False),
+                "engine_cpu": cpu_seconds([engine], descendants=False),
                 **{f"front_end_cpu_{pid}": cpu_seconds([pid]) for pid in front_ends},
                 "workers_cpu": cpu_seconds([group.process.pid for group in groups]),
                 "now": time.monotonic(),

@@ -1,5 +1,6 @@
 """Measures memory and CPU time of processes with all their descendants."""
 
+import contextlib
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,15 @@ def _family(pids: Sequence[int]) -> Iterator[psutil.Process]:
     for pid in pids:
         parent = psutil.Process(pid)
         yield from (parent, *parent.children(recursive=True))
+
+
+def engine_process(scheduler: int) -> psutil.Process:
+    """The engine's process of a running scheduler, which restarts it."""
+    while True:
+        for child in psutil.Process(scheduler).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "scheduler_service.frontend" not in child.cmdline():
+                    return child
 
 
 def memory_mib(pids: Sequence[int]) -> float:

@@ -110,6 +110,12 @@ class GrpcServer:
         for name in self._names:
             self._health.set(name, serving=serving)
 
+    async def close(self, seconds: float) -> None:
+        """Report NOT_SERVING for good, accept no further calls, and cancel those that are open after `seconds`."""
+        await self.set_serving(False)
+        self._is_stopping = True
+        await self.server.stop(grace=seconds)
+
     async def stop(self, drain: Callable[[float], Awaitable[None]], grace: float) -> None:
         """Report NOT_SERVING for good, let `drain` end the work within `grace` seconds, then close all calls."""
         await self.set_serving(False)

@@ -55,8 +55,10 @@ class Engine:
 
     # ---- for front ends
 
-    def admit(self, call: Call, num_bytes: int, *, resumes: bool = False, adapter_name: str = "") -> None:
-        """Count a call towards the limits, before any work.
+    def admit(
+        self, call: Call, num_bytes: int, *, resumes: bool = False, restores: bool = False, adapter_name: str = ""
+    ) -> None:
+        """Count a call towards the limits, before any work. No limit refuses a call that `restores`.
 
         Raises UNAVAILABLE during a shutdown, RESOURCE_EXHAUSTED at a limit, ALREADY_EXISTS for a key in flight,
         NOT_FOUND for an unknown adapter, INVALID_ARGUMENT for a request that never fits into memory.
@@ -64,12 +66,13 @@ class Engine:
         if self.is_draining and call.key:
             raise SHUTTING_DOWN
         adapter = self.adapters.catalogue.find(adapter_name) if adapter_name else ""
+        call.is_restored = restores
         self.requests.admission.admit(call, num_bytes, resumes=resumes, now=time.monotonic())
         call.adapter_name, call.adapter_id = adapter_name, adapter
 
     def hold(self, call: Call, num_bytes: int) -> None:
         """Count further texts of an admitted call. Raises RESOURCE_EXHAUSTED or INVALID_ARGUMENT without memory."""
-        call.has_texts = True
+        call.has_texts, call.is_restored = True, False
         self.requests.admission.hold(call, num_bytes)
 
     def submit(self, call: Call, submission: pb.Submit) -> None:
@@ -80,6 +83,8 @@ class Engine:
         """
         if self.is_draining and (call.parent is None or self._is_over):
             raise SHUTTING_DOWN
+        if call.parent is not None:
+            call.parent.has_texts = True
         self.requests.admission.hold(call, submission.num_bytes)
         if call.adapter_id:
             self.adapters.catalogue.check_held(call.adapter_id)

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from pagewire_common.serving.server import MAX_CONNECTIONS, run
 from pagewire_common.telemetry.logs import configure_logging
 
 NICE = 5
+MAX_DEAF_SECONDS = 60
+"""Seconds after which SIGALRM ends a front end that does not listen. Its start takes seconds on a busy machine."""
 
 
 def main() -> None:
@@ -21,6 +24,7 @@ def main() -> None:
     parser.add_argument("--http-listen", help="HOST:PORT to serve HTTP on, shared with other front ends")
     parser.add_argument("--response-template", type=Path, help="how the model writes reasoning and tool calls")
     parser.add_argument("--receive-timeout", type=float, default=60.0, help="seconds for an HTTP request to arrive")
+    parser.add_argument("--grace", type=float, default=0.0, help="seconds for streams after SIGUSR1")
     parser.add_argument("--log-level", default="info")
     parser.add_argument("--log-format", default="auto")
     parser.add_argument("--max-connections", type=int, default=MAX_CONNECTIONS, help="connections of clients")
@@ -28,6 +32,7 @@ def main() -> None:
     parser.add_argument("--tls", type=Path, help="folder of certificates")
     parser.add_argument("--mutual-tls", action="store_true", help="clients need certificates")
     arguments = parser.parse_args()
+    signal.alarm(MAX_DEAF_SECONDS)
     _keep_stderr_for_logs()
     configure_logging(arguments.log_level, arguments.log_format)
     leave_signals_to_the_parent()
@@ -43,7 +48,12 @@ def main() -> None:
         nonlocal status
         security = Security(TlsFolder(arguments.tls) if arguments.tls else None, arguments.mutual_tls)
         ports = Ports(
-            arguments.listen, arguments.http_listen, security, arguments.max_connections, arguments.receive_timeout
+            arguments.listen,
+            arguments.http_listen,
+            security,
+            arguments.max_connections,
+            arguments.receive_timeout,
+            arguments.grace,
         )
         template = arguments.response_template
         response_template = json.loads(template.read_text()) if template is not None else None

@@ -1,17 +1,21 @@
 """A front-end process: a gRPC server on a port that all front ends share, and the link to the engine."""
 
 import asyncio
+import contextlib
 import gc
 import os
+import signal
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import grpc
 import structlog
 
 from pagewire.v1 import engine_service_pb2 as pb
 from pagewire.v1 import inference_service_pb2
 from pagewire.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
+from pagewire_common.calls.errors import RequestError
 from pagewire_common.connection.tls import OPEN, Security
 from pagewire_common.serving.server import MAX_CONNECTIONS, GrpcServer
 from pagewire_common.telemetry.tracing import tracing
@@ -26,10 +30,15 @@ log = structlog.get_logger()
 
 SERVICES = [inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name]
 LOOK_SECONDS = 1.0
+END_SECONDS = 1.0
+"""Seconds for clients to read the error of a drain."""
 UNLOADED_SECONDS = 5.0
 """Seconds before a front end that cannot load the model restarts. Until then, its calls fail with the reason."""
 MAX_SILENT_SECONDS = 30.0
 """Seconds of silence after which the engine counts as hanging. A working engine sends a message every five seconds."""
+DRAINED = RequestError(
+    grpc.StatusCode.UNAVAILABLE, "this front end ends for another one; resume the request, which goes on there"
+)
 LONGEST_MESSAGE = 16 << 20
 """Largest bytes of a client's gRPC message: more than a million tokens of prompt."""
 
@@ -52,13 +61,16 @@ def front_end_server(
 
 
 class Ports(NamedTuple):
-    """Where a front end listens. `http`: HOST:PORT of HTTP, or None without HTTP."""
+    """Where a front end listens. `http`: HOST:PORT of HTTP, or None without HTTP. `grace`: seconds for streams at its
+    drain.
+    """
 
     listen: str
     http: str | None = None
     security: Security = OPEN
     max_connections: int = MAX_CONNECTIONS
     receive_timeout: float = 60.0
+    grace: float = 0.0
 
 
 async def serve(
@@ -67,10 +79,8 @@ async def serve(
     traces_endpoint: str | None = None,
     response_template: Mapping[str, Any] | None = None,
 ) -> int:
-    """Serve clients until the engine says goodbye or is lost. Returns the exit status of the process.
-
-    The front end does not wait for a lost engine to return: the queue and all computed tokens are lost with the engine.
-    Clients can resume their requests at any scheduler.
+    """Serve clients until an engine says goodbye, none comes, or SIGUSR1 asks for a drain. Returns the exit status of
+    the process.
     """
     async with tracing(traces_endpoint, "pagewire-scheduler") as tracer:
         return await _serve(EngineLink(engine, tracer, response_template), ports)
@@ -79,6 +89,7 @@ async def serve(
 async def _serve(link: EngineLink, ports: Ports) -> int:
     running = asyncio.create_task(link.run())
     showing = watching = None
+    draining = asyncio.create_task(_signal(signal.SIGUSR1))
     try:
         await asyncio.wait((running, link.welcome), return_when=asyncio.FIRST_COMPLETED)
         if link.welcome.done():
@@ -88,10 +99,14 @@ async def _serve(link: EngineLink, ports: Ports) -> int:
             if ports.http is not None:
                 await http.start(ports.http)
             address = await server.start(ports.listen, "front end listening")
-            link.connection.say(0, listening=pb.Listening(address=address, process_id=os.getpid()))
+            link.listens(address)
+            signal.alarm(0)
             showing = asyncio.create_task(show_health(link, server))
             watching = asyncio.create_task(watch_engine(link, server, http))
-            await asyncio.wait((running, showing), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((running, showing, draining), return_when=asyncio.FIRST_COMPLETED)
+            if draining.done():
+                await drain(link, server, http, ports.grace)
+                return 0
             if showing.done():
                 log.error("the model's tokenizer cannot be loaded", exc_info=showing.exception())
                 await asyncio.wait((running,), timeout=UNLOADED_SECONDS)
@@ -101,10 +116,30 @@ async def _serve(link: EngineLink, ports: Ports) -> int:
                 return 1
         return 0 if await running else 1
     finally:
-        for task in (running, showing, watching):
+        for task in (running, showing, watching, draining):
             if task is not None:
                 task.cancel()
         await link.connection.close()
+
+
+async def _signal(number: int) -> None:
+    came = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(number, came.set)
+    await came.wait()
+
+
+def _say_ready() -> None:
+    """Tell the keeper, by the pipe that is this process's stdin, that this front end can replace another."""
+    with contextlib.suppress(OSError):  # started by hand, the process has another stdin
+        os.write(0, b"+")
+
+
+async def drain(link: EngineLink, server: GrpcServer, http: HttpServer, grace: float) -> None:
+    """Take no further connections, and end the streams that are open after `grace` seconds with DRAINED."""
+    log.info("front end drains", requests=len(link.requests.by_call), seconds=grace)
+    ending = asyncio.get_running_loop().call_later(grace, link.requests.fail_all, DRAINED)
+    await asyncio.gather(server.close(grace + END_SECONDS), http.close(grace + END_SECONDS))
+    ending.cancel()
 
 
 async def show_health(link: EngineLink, server: GrpcServer) -> None:
@@ -115,6 +150,8 @@ async def show_health(link: EngineLink, server: GrpcServer) -> None:
         serving = link.serving
         await server.set_serving(serving)
         link.connection.say(0, health_shown=pb.HealthShown(serving=serving))
+        if serving:
+            _say_ready()
         await link.serving_changed.wait()
 
 

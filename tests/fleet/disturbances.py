@@ -16,6 +16,7 @@ from cluster import front_ends
 from processes import Member
 from tcp_proxy import TcpProxy
 
+from bench.systems.processes import engine_process
 from pagewire_client.admin import Admin
 
 SHORT, LONG = (1.0, 4.0), (10.0, 60.0)
@@ -51,6 +52,7 @@ class Disturbances:
             self.worker_drained: 1,
             self.front_end_killed: 2,
             self.engine_killed: 1,
+            self.scheduler_killed: 1,
             self.clients_half_open: 1,
             self.clients_cut_off: 2,
             self.prefix_cache_reset: 3,
@@ -108,6 +110,11 @@ class Disturbances:
                 self._draw.choice(living).kill()
 
     async def engine_killed(self) -> None:
+        """The front ends live on."""
+        engine_process(self._scheduler.pid).kill()
+        await asyncio.to_thread(self._scheduler.wait_for, "ready")
+
+    async def scheduler_killed(self) -> None:
         await restart(self._scheduler)
 
     async def _swallow(self, proxy: TcpProxy) -> None:

@@ -18,6 +18,7 @@ from drawn_settings import Settings
 from processes import Member
 from tcp_proxy import tcp_proxy
 
+from bench.systems.processes import engine_process
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire_client.channel import connect
 
@@ -60,7 +61,7 @@ class HostileFleet:
             await asyncio.to_thread(worker.wait_for, "ready")
         self._scheduler.start()
         await asyncio.to_thread(self._scheduler.wait_for, "ready")
-        self._num_files = psutil.Process(self._scheduler.pid).num_fds()
+        self._num_files = engine_process(self._scheduler.pid).num_fds()
         self._clients = await self._stack.enter_async_context(tcp_proxy(self._scheduler.address))
         return self
 
@@ -102,15 +103,19 @@ class HostileFleet:
         left = [] if is_at_rest(state) else [f"not at rest: {state}"]
         if num_more > MORE_FILES:
             left.append(f"the engine has {num_more} more files open than before")
-        if not self.counts["engine_killed"] and state.num_output_tokens < sum(one.num_tokens for one in found):
+        if not self._engines_killed and state.num_output_tokens < sum(one.num_tokens for one in found):
             left.append(f"counted {state.num_output_tokens} tokens, sent {sum(one.num_tokens for one in found)}")
         left += [f"{one.address} ended by itself" for one in (self._scheduler, *self.workers) if not one.is_running]
         return left
 
+    @property
+    def _engines_killed(self) -> int:
+        return self.counts["engine_killed"] + self.counts["scheduler_killed"]
+
     def _num_more_files(self) -> int:
         """The engine's open files since it was ready; 0 for a new process."""
-        is_same = not self.counts["engine_killed"]
-        return psutil.Process(self._scheduler.pid).num_fds() - self._num_files if is_same else 0
+        is_same = not self._engines_killed
+        return engine_process(self._scheduler.pid).num_fds() - self._num_files if is_same else 0
 
     async def __aexit__(self, *_: object) -> None:
         try:

@@ -5,12 +5,12 @@ import random
 import signal
 import time
 
-import psutil
 import pytest
 from cluster import front_ends, is_busy
 from fleet_helpers import Fleet, Scale, Serve, storm
 from processes import Member, Supervisor, Workers
 
+from bench.systems.processes import engine_process
 from pagewire_client import POOLING_ALL, POOLING_CLS, POOLING_LAST, POOLING_MEAN
 
 MEMORY_GROWTH = 16 << 20
@@ -33,7 +33,7 @@ async def test_workers_are_killed_one_after_the_other_and_no_stream_notices(
     num_kills = scale(3, 30)
     members = workers.up(3)
     fleet = await serve([member.address for member in members])
-    process = psutil.Process(fleet.scheduler.pid)
+    process = engine_process(fleet.scheduler.pid)
     draw = random.Random(0)
     memory = []
     async with fleet.load() as load:

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+from pagewire_common.processes.temporary import TemporaryFolder
 from scheduler_service.access.keys import Keyring
 from scheduler_service.core import SequenceGroup
 from scheduler_service.engine.engine import Engine
@@ -74,18 +75,20 @@ async def running(
     options = {"workers": list(workers), "model": "fake", "check_invariants": True, **settings}
     engine = Engine(SchedulerSettings(**options), resolve, keyring)  # type: ignore[arg-type]
     one = OneProcess(engine)
-    async with asyncio.timeout(time_limit), engine_server(one.front_ends) as target:
-        one.target, one.link = target, EngineLink(target)
-        tasks = [asyncio.create_task(engine.run()), asyncio.create_task(one.link.run())]
-        try:
-            await one.link.welcome
-            yield one
-        finally:
-            for task in tasks:
-                task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await task
-            await one.link.connection.close()
+    with TemporaryFolder("engine") as folder:
+        one.target = f"unix:{folder / 'engine'}"
+        async with asyncio.timeout(time_limit), engine_server(one.front_ends, one.target):
+            one.link = EngineLink(one.target)
+            tasks = [asyncio.create_task(engine.run()), asyncio.create_task(one.link.run())]
+            try:
+                await one.link.welcome
+                yield one
+            finally:
+                for task in tasks:
+                    task.cancel()
+                    with suppress(asyncio.CancelledError):
+                        await task
+                await one.link.connection.close()
 
 
 async def submit(one: OneProcess, name: str, prompt: list[int], **sampling: Any) -> RequestState:

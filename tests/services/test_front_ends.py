@@ -31,9 +31,7 @@ from pagewire_common.serving.server import LIVENESS
 from pagewire_common.start_error import StartError
 from scheduler_service import server as engine_server
 from scheduler_service.engine.calls.calls import Outbox
-from scheduler_service.engine.front_ends import processes as front_end_processes
 from scheduler_service.engine.front_ends import servicer as engine_servicer
-from scheduler_service.engine.front_ends.processes import FrontEndProcesses
 from scheduler_service.frontend import server as front_end_server
 from scheduler_service.frontend.http.limits import Limits
 from scheduler_service.frontend.http.server import HttpServer
@@ -211,95 +209,6 @@ async def test_steps_wait_while_a_front_end_has_too_much_to_take(
         await one.close(state)
 
 
-NOWHERE = ["--engine", "unix:/nowhere", "--listen", "127.0.0.1:0"]
-
-
-async def test_a_front_end_that_is_to_be_killed_is_and_another_begins() -> None:
-    processes = FrontEndProcesses(1)
-    keeping = asyncio.create_task(processes.run(NOWHERE, lambda _: False))
-    async with asyncio.timeout(60):
-        await until(lambda: processes.process_ids)
-        (first,) = processes.process_ids
-        processes.kill(first + 1)  # no child of ours
-        processes.kill(first)
-        await until(lambda: processes.process_ids not in (set(), {first}))
-        await processes.stop(set())
-    assert not processes.process_ids
-    await keeping
-
-
-async def test_a_front_end_that_hangs_before_it_listens_is_ended_and_another_begins(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(front_end_processes, "MAX_DEAF_SECONDS", 0.01)
-    processes, listening = FrontEndProcesses(1), set[int]()
-
-    def listens(process_id: int) -> bool:
-        """The second one does."""
-        if not hung:
-            psutil.Process(process_id).send_signal(signal.SIGSTOP)
-            hung.append(process_id)
-        elif process_id not in hung:
-            listening.add(process_id)
-        return process_id in listening
-
-    hung: list[int] = []
-    with capture_logs() as logs:
-        keeping = asyncio.create_task(processes.run(NOWHERE, listens))
-        async with asyncio.timeout(60):
-            await until(lambda: listening)
-            assert processes.process_ids == listening
-            await processes.stop(set())
-            await keeping
-    assert [log["event"] for log in logs if log["log_level"] == "error"] == ["front end does not listen and is ended"]
-    assert next(log["status"] for log in logs if "status" in log) == -signal.SIGKILL
-
-
-class Ended:
-    """A process that has ended, which is told only after it was looked whether it listens."""
-
-    pid = 2**22 + 1
-    returncode: int | None = None
-
-    def __init__(self) -> None:
-        self._is_told = asyncio.Event()
-
-    def kill(self) -> None:
-        self._is_told.set()
-        raise ProcessLookupError
-
-    async def wait(self) -> int:
-        await self._is_told.wait()
-        self.returncode = 0
-        return self.returncode
-
-
-async def test_a_front_end_that_ends_as_it_is_to_be_killed_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front_end_processes, "MAX_DEAF_SECONDS", 0.01)
-    monkeypatch.setattr(front_end_processes, "FIRST_PAUSE_SECONDS", 0.0)
-    started: list[Ended] = []
-
-    async def start(_: Sequence[str]) -> Ended:
-        started.append(Ended())
-        return started[-1]
-
-    monkeypatch.setattr(front_end_processes, "start_process", start)
-    processes = FrontEndProcesses(1)
-    keeping = asyncio.create_task(processes.run(NOWHERE, lambda _: False))
-    async with asyncio.timeout(60):
-        await until(lambda: len(started) > 1 or keeping.done())
-        await processes.stop(set())
-        await keeping
-
-
-async def test_the_engine_knows_of_each_front_end_whether_it_listens() -> None:
-    async with running("127.0.0.1:1") as one:
-        assert not one.front_ends.listens(123)
-        one.link.connection.say(0, listening=pb_engine.Listening(address="127.0.0.1:1", process_id=123))
-        await until(lambda: one.front_ends.listens(123))
-        assert not one.front_ends.listens(124)
-
-
 async def test_a_front_end_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_servicer, "MAX_SILENT_SECONDS", 0.01)
     killed: list[int] = []
@@ -461,11 +370,8 @@ async def test_why_no_front_end_is_serving_is_known_until_all_have_loaded_the_mo
         with capture_logs() as logs, pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine_servicer, "SHOW_SECONDS", 0.01)
             waiting = asyncio.create_task(one.front_ends.until_serving())
-            await until(lambda: logs)
-        assert (logs[0]["event"], logs[0]["reason"]) == (
-            "not ready: no front end shows SERVING",
-            one.front_ends.error,
-        )
+            await until(lambda: [log for log in logs if log["event"] == "not ready: no front end shows SERVING"])
+        assert one.front_ends.error in [log.get("reason") for log in logs]
         one.front_ends.num_expected = 2
         one.link.connection.say(0, health_shown=pb_engine.HealthShown(serving=True))
         await waiting

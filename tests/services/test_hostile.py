@@ -18,6 +18,7 @@ from cluster import front_ends
 from hostile_requests import FINE, INSIDE, KINDS, OTHERS, Code, Draw, changed, texts_in
 from locked import KEYS, key_file
 
+from bench.systems.processes import engine_process
 from pagewire_client import Client, LocalServer, SamplingParams
 from pagewire_client.admin import Admin
 from pagewire_client.channel import key_metadata
@@ -96,7 +97,8 @@ async def send(
 
 def memory(server: LocalServer) -> dict[int, int]:
     """Of the worker, the engine and the front ends, by process id."""
-    processes = [*(psutil.Process(one.process.pid) for one in server.processes), *front_ends(server.target)]
+    worker, scheduler = (one.process.pid for one in server.processes)
+    processes = [psutil.Process(worker), engine_process(scheduler), *front_ends(server.target)]
     return {process.pid: process.memory_info().rss for process in processes}
 
 

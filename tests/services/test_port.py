@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pagewire_common.start_error import StartError
-from scheduler_service.engine.front_ends.port import reserved
+from scheduler_service.processes.port import reserved
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])

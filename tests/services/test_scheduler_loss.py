@@ -6,11 +6,15 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import grpc
+import psutil
 import pytest
-from cluster import halted, until_idle
+from cluster import cluster_state, front_ends, halted, until_idle
+from ports import free_address
 from test_processes import WORKER_SIZES, Start
 from test_processes import start as start
 
+from bench.systems.processes import engine_process
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import Client, LocalServer, SamplingParams
 from pagewire_client.llm import Output, collect
@@ -41,8 +45,10 @@ def worker(worker_process: tuple[ServiceProcess, str]) -> str:
 class Restartable:
     """A scheduler that comes back at the same address."""
 
-    def __init__(self, start: Start, model: Path, worker: str) -> None:
-        self._start, self._arguments = start, ("--model", str(model), "--workers", worker)
+    def __init__(self, start: Start, model: Path, worker: str, *arguments: str) -> None:
+        self.admin_target = free_address()
+        admin = ("--admin-listen", self.admin_target)
+        self._start, self._arguments = start, ("--model", str(model), "--workers", worker, *admin, *arguments)
         self.process, self.target = start("scheduler_service", *self._arguments)
 
     def start_again(self, *arguments: str) -> ServiceProcess:
@@ -104,24 +110,68 @@ async def until_received(num_tokens: int, *readings: Reading) -> None:
         await readings[0].progress.wait()
 
 
-async def test_a_killed_scheduler_is_a_pause_and_every_text_is_that_of_an_undisturbed_run(
-    start: Start,
-    worker: str,
-    tiny_model_directory: Path,
+@pytest.mark.parametrize("killed", ["scheduler", "engine"])
+async def test_a_killed_process_is_a_pause_and_every_text_is_that_of_an_undisturbed_run(
+    start: Start, worker: str, tiny_model_directory: Path, killed: str
 ) -> None:
+    """Clients resume at the next scheduler. Of the engine's end they see nothing: this client never resumes."""
     scheduler = Restartable(start, tiny_model_directory, worker)
-    async with Client(scheduler.target) as client:
+    async with Client(scheduler.target, retry_for=0 if killed == "engine" else 60) as client:
         await client.wait_until_serving(60)
         progress = asyncio.Event()
         readings = [Reading(client, sampling_params(given), progress) for given in SAMPLINGS.values()]
         for num_tokens in (30, 300):
             await until_received(num_tokens, *readings)
             assert not all(reading.task.done() for reading in readings)
+            if killed == "engine":
+                engine_process(scheduler.process.process.pid).kill()
+                await asyncio.to_thread(scheduler.process.wait_for, "requests go on in the next engine", 60)
+                continue
             scheduler.process.process.kill()
             await asyncio.to_thread(scheduler.process.process.wait)
             await asyncio.to_thread(scheduler.start_again)
         for reading in readings:
             await reading.assert_undisturbed(client)
+
+
+async def test_texts_of_one_call_go_on_in_the_next_engine(
+    start: Start, worker: str, tiny_model_directory: Path
+) -> None:
+    scheduler = Restartable(start, tiny_model_directory, worker)
+    texts = [f"{number} " * (1 + number % 50) for number in range(600)]
+    async with Client(scheduler.target, retry_for=0) as client:
+        await client.wait_until_serving(60)
+        undisturbed = await client.embed(texts)
+        embedding = asyncio.create_task(client.embed(texts))
+        while not (await cluster_state(scheduler.admin_target)).num_requests:
+            assert not embedding.done()
+        engine_process(scheduler.process.process.pid).kill()
+        assert [one.data for one in await embedding] == [one.data for one in undisturbed]
+
+
+@pytest.mark.parametrize("grace", ["0", "60"])
+async def test_front_ends_are_replaced_one_after_the_other(
+    start: Start, worker: str, tiny_model_directory: Path, grace: str
+) -> None:
+    """A stream goes on within the grace. Beyond, its last event says that it can be resumed elsewhere."""
+    scheduler = Restartable(start, tiny_model_directory, worker, "--grace", grace)
+    sampling = sampling_params({"temperature": 1.0, "n": 2, "seed": 3, "max_tokens": 220})
+    async with Client(scheduler.target, retry_for=0) as client:
+        await client.wait_until_serving(60)
+        before = front_ends(scheduler.target)
+        reading = Reading(client, sampling, asyncio.Event())
+        await until_received(2, reading)
+        scheduler.process.process.send_signal(signal.SIGUSR1)
+        await asyncio.to_thread(scheduler.process.wait_for, "front end drains", 60)
+        if grace == "0":
+            with pytest.raises(grpc.aio.AioRpcError, match="this front end ends for another one; resume the request"):
+                await reading.task
+        async with Client(scheduler.target, retry_for=0) as later:
+            if grace == "60":
+                await reading.assert_undisturbed(later)
+            assert (await collect(later, "a prompt", sampling)).outputs[0].finish_reason
+        gone, alive = await asyncio.to_thread(psutil.wait_procs, before, 30)
+        assert (len(gone), alive) == (1, [])
 
 
 @pytest.mark.parametrize("grace", ["0", "60"])

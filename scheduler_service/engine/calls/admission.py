@@ -76,9 +76,11 @@ class Quotas:
             if key_id not in keyring.by_id and use.is_over(now):
                 del self._uses[key_id]
 
-    def admit(self, key_id: str, now: float, *, is_request: bool, takes_place: bool = False) -> None:
+    def admit(
+        self, key_id: str, now: float, *, is_request: bool, takes_place: bool = False, restores: bool = False
+    ) -> None:
         """Check and count a call. With `is_request` it is in flight until `leave`; `takes_place` of an older call
-        allows one more.
+        allows one more; `restores` allows any.
 
         Raises RESOURCE_EXHAUSTED, or UNAUTHENTICATED for a removed key.
         """
@@ -87,7 +89,8 @@ class Quotas:
         if (key := self._keyring.by_id.get(key_id)) is None:
             raise RequestError(grpc.StatusCode.UNAUTHENTICATED, "the API key is not known any more")
         use = self._uses.setdefault(key_id, _Use(key))
-        self._check(key, use, now, has_place=takes_place or not is_request)
+        if not restores:
+            self._check(key, use, now, has_place=takes_place or not is_request)
         if key.requests_per_minute is not None:
             use.requests.use(1)
         use.num_in_flight += is_request
@@ -149,7 +152,9 @@ class Admission:
         key = call.key
         mine = self._requests.get(key) if resumes else None
         takes_place = mine is not None and mine.api_key_id == call.api_key_id
-        self.quotas.admit(call.api_key_id, now, is_request=bool(key), takes_place=takes_place)
+        self.quotas.admit(
+            call.api_key_id, now, is_request=bool(key), takes_place=takes_place, restores=call.is_restored
+        )
         try:
             self._admit(call, num_bytes, resumes=resumes)
         except RequestError:
@@ -160,12 +165,12 @@ class Admission:
     def _admit(self, call: Call, num_bytes: int, *, resumes: bool) -> None:
         key = call.key
         if not key:
-            self._side_calls.enter(num_bytes)
+            self._side_calls.enter(num_bytes, is_checked=not call.is_restored)
             call.num_bytes = num_bytes
             return
         has_place = resumes and key in self._requests
         in_flight = len(self._requests) - self._num_texts + len(self._being_checked)
-        if in_flight >= self._max_num_requests and not has_place:
+        if in_flight >= self._max_num_requests and not (has_place or call.is_restored):
             raise RequestError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED, f"{in_flight} requests are in flight; try again later"
             )
@@ -180,6 +185,9 @@ class Admission:
     def hold(self, call: Call, num_bytes: int) -> None:
         """Add to a call's memory. Raises RequestError at the limit."""
         in_all, most = call.num_bytes + num_bytes, self._memory
+        if call.is_restored and call.group is None:
+            call.num_bytes, self.num_bytes = in_all, self.num_bytes + num_bytes
+            return
         sizes = f"this request takes {in_all / 2**20:.1f} MiB of memory, and --request-memory allows all together "
         sizes += f"{most / 2**20:.1f} MiB"
         if in_all > most:

@@ -206,6 +206,7 @@ class Call:
         "group",
         "has_texts",
         "is_aborted",
+        "is_restored",
         "key",
         "no_worker_timeout",
         "num_bytes",
@@ -232,6 +233,7 @@ class Call:
         self.num_resumed = 0  # output tokens of an earlier stream
         self.group: SequenceGroup | None = None
         self.first_output = 0
+        self.is_restored = False  # whether it was admitted by an engine that has ended
         self.is_aborted = False  # aborted while being checked
         self.queued_seconds: float | None = None  # from arrival to the first step
         self.no_worker_timeout: float | None = None  # None: the server's default

@@ -26,8 +26,14 @@ class SideCalls:
         finally:
             self.leave(num_bytes)
 
-    def enter(self, num_bytes: int) -> None:
-        """Raises RESOURCE_EXHAUSTED at a limit; a call that is alone may exceed `max_bytes`."""
+    def enter(self, num_bytes: int, *, is_checked: bool = True) -> None:
+        """Raises RESOURCE_EXHAUSTED at a limit, if it `is_checked`; a call that is alone may exceed `max_bytes`."""
+        if is_checked:
+            self._check(num_bytes)
+        self._num_calls += 1
+        self._num_bytes += num_bytes
+
+    def _check(self, num_bytes: int) -> None:
         if self._num_calls >= self._max_calls:
             self._refuse(f"{self._num_calls} {self._what} calls are in flight, which is the limit")
         if self._num_calls and self._num_bytes + num_bytes > self._max_bytes:
@@ -35,8 +41,6 @@ class SideCalls:
                 f"{self._what} calls of {self._num_bytes} bytes are in flight, and this one has {num_bytes}; "
                 f"together they may have {self._max_bytes}"
             )
-        self._num_calls += 1
-        self._num_bytes += num_bytes
 
     def leave(self, num_bytes: int) -> None:
         self._num_calls -= 1

@@ -132,10 +132,6 @@ class FrontEnds(EngineServiceServicer):
         await self._until(lambda connection: bool(connection.address))
         return next(iter(self.connections)).address
 
-    def listens(self, process_id: int) -> bool:
-        """Whether a front end has listened; `watch` detects a later hang."""
-        return any(connection.process_id == process_id for connection in self.connections)
-
     async def _until(self, holds: Any) -> None:
         while len(self.connections) < self.num_expected or not all(map(holds, self.connections)):
             self._changed.clear()
@@ -150,12 +146,16 @@ class FrontEnds(EngineServiceServicer):
             total.add(counts)
         return total
 
-    def say_goodbye(self) -> set[int]:
-        """Tell all front ends to end. Returns their process ids."""
+    async def say_goodbye(self, seconds: float) -> None:
+        """Tell all front ends to end, and wait at most `seconds` until they have detached."""
         self.is_over = True
         for connection in self.connections:
             connection.outbox.tell(0, goodbye=pb.Goodbye())
-        return {connection.process_id for connection in self.connections}
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self.connections:
+                    self._changed.clear()
+                    await self._changed.wait()
 
 
 class FrontEndConnection:
@@ -259,7 +259,11 @@ class FrontEndConnection:
                 if self._answer(
                     admitted,
                     lambda: self._engine.admit(
-                        admitted, admit.num_bytes, resumes=admit.resumes, adapter_name=admit.adapter_name
+                        admitted,
+                        admit.num_bytes,
+                        resumes=admit.resumes,
+                        restores=admit.restores,
+                        adapter_name=admit.adapter_name,
                     ),
                 ):
                     self._calls[event.call] = admitted

@@ -106,9 +106,11 @@ class Port:
                     await self._accept()
                     loaded = generation
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Stop listening. aiohttp's runner closes the open connections."""
         if self._renewing is not None:
             self._renewing.cancel()
+        if self._site is not None:
+            await self._site.stop()
         if self._socket is not None:
             self._socket.close()

@@ -4,6 +4,7 @@ The front ends share the HTTP port, as they share the gRPC port.
 """
 
 import asyncio
+import contextlib
 import logging
 import re
 import time
@@ -56,9 +57,12 @@ class HttpServer:
         self._texts = TokenTexts()
         self._lines = Lines()
         self._is_alive = True
+        self._is_closing = False
+        self._num_open = 0
+        self._is_idle = asyncio.Event()
         # A middleware, because no pattern of a route fits every path. Each route limits its own body.
         app = web.Application(middlewares=(self._handle,), client_max_size=1 << 30)
-        app.on_response_prepare.append(_echo_id)
+        app.on_response_prepare.append(self._prepare)
         # aiohttp's logger would print a traceback for each client that disconnects or sends invalid HTTP.
         quiet = logging.getLogger("pagewire.http")
         quiet.setLevel(logging.CRITICAL)
@@ -84,9 +88,27 @@ class HttpServer:
         except OSError as error:
             raise cannot_listen(listen, "--http-listen") from error
 
+    async def close(self, seconds: float) -> None:
+        """Accept no further connections, and stop when no request is open, at the latest after `seconds`."""
+        self._is_closing = True
+        if self._port is not None:
+            await self._port.close()
+            self._port = None
+        if self._num_open:
+            self._is_idle.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_idle.wait(), seconds)
+        await self.stop()
+
+    async def _prepare(self, request: web.Request, response: web.StreamResponse) -> None:
+        await _echo_id(request, response)
+        if self._is_closing:
+            response.force_close()
+
     async def stop(self) -> None:
         if self._port is not None:
-            self._port.close()
+            await self._port.close()
+            self._port = None
         await self._runner.cleanup()
 
     def set_alive(self, alive: bool) -> None:
@@ -106,6 +128,7 @@ class HttpServer:
 
     @web.middleware
     async def _handle(self, request: web.Request, handler: Handler) -> web.StreamResponse:  # noqa: ARG002
+        self._num_open += 1
         try:
             answer = await self._logged_answer(request)
             if not isinstance(answer, web.Response):
@@ -117,6 +140,10 @@ class HttpServer:
             if request.transport is not None:
                 request.transport.abort()  # to close it would wait for a client that does not read
             raise
+        finally:
+            self._num_open -= 1
+            if not self._num_open:
+                self._is_idle.set()
 
     async def _logged_answer(self, request: web.Request) -> web.StreamResponse:
         if (probe := self._probe(request)) is not None:

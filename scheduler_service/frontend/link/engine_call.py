@@ -1,10 +1,16 @@
-"""The front end's side of a client call in the engine: admission, submission and close."""
+"""The front end's side of a client call in the engine: admission, submission and close, and both again in the next
+engine.
+"""
 
 import asyncio
 import contextlib
 from array import array
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
-from typing import Self
+from typing import NamedTuple, Self
+
+import grpc
 
 from pagewire.v1 import engine_service_pb2 as pb
 from pagewire.v1.admin_service_pb2 import FinishedRequest
@@ -13,7 +19,7 @@ from pagewire_common.calls.errors import RequestError
 from scheduler_service.access.caller import caller
 from scheduler_service.core import EncoderInput
 from scheduler_service.core.blocks.prefix_cache import block_keys, key_of_adapter, root_behind, root_key
-from scheduler_service.frontend.link.engine_connection import accepted
+from scheduler_service.frontend.link.engine_connection import CODES, accepted
 from scheduler_service.frontend.link.engine_link import EngineLink, patience
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output.request import GenerationRequest
@@ -23,6 +29,19 @@ from scheduler_service.wire.messages import encode_fields, encode_sampling, pack
 
 KEYS_AT_ONCE = 1024
 """Keys computed in one turn of the event loop, at 1 µs each: a prompt of 131,000 tokens would block it for 24 ms."""
+MAX_ENGINES = 8
+"""Engines that may end during one request: a request that ends each of its engines would end all others."""
+
+
+class _Submission(NamedTuple):
+    request: GenerationRequest
+    state: RequestState
+    model: ServedModel
+    num_bytes: int
+    trace: RequestTrace | None
+    part_of: "EngineCall | None"
+    supersedes: bool
+    patience: float
 
 
 class EngineCall:
@@ -32,7 +51,11 @@ class EngineCall:
         self.finished: FinishedRequest | None = None
         self._is_known = False  # to the engine, which must then learn of the end
         self._state: RequestState | None = None
+        self._admit: pb.Admit | None = None
         self._admission: asyncio.Future[pb.Answer] | None = None
+        self._submission: _Submission | None = None
+        self._queued: asyncio.Future[pb.Answer] | None = None
+        self._num_engines = 1
         self._link = link
         self.number = link.connection.new_number()
 
@@ -40,6 +63,7 @@ class EngineCall:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._link.open_calls.pop(self.number, None)
         self._link.requests.forget(self.number)
         if self._state is not None:
             self._state.stream.leave()
@@ -51,6 +75,7 @@ class EngineCall:
         once.
         """
         self._is_known = False
+        self._link.open_calls.pop(self.number, None)
         with contextlib.suppress(RequestError):  # the engine is gone, and the place with it
             await self._link.connection.ask(self.number, close=pb.CloseCall(finished=self.finished, is_answered=True))
 
@@ -85,7 +110,7 @@ class EngineCall:
         return (await accepted(self._admission)).adapter_id
 
     def _ask_admission(self, key: str, num_bytes: int, later_bytes: int, *, resumes: bool, adapter_name: str) -> None:
-        admit = pb.Admit(
+        self._admit = admit = pb.Admit(
             key=key,
             num_bytes=num_bytes + later_bytes,
             resumes=resumes,
@@ -93,11 +118,17 @@ class EngineCall:
             adapter_name=adapter_name,
         )
         self._admission = self._link.admit(self.number, admit, num_bytes)
+        self._know()
+
+    def _know(self) -> None:
         self._is_known = True
+        self._link.open_calls[self.number] = self
 
     async def hold(self, num_bytes: int) -> None:
         """Reserve more memory for this call's texts. Raises RequestError if memory is lacking."""
         await self._link.connection.ask(self.number, hold=pb.Hold(num_bytes=num_bytes))
+        assert self._admit is not None
+        self._admit.num_bytes += num_bytes
 
     async def admit_side_call(self, num_bytes: int = 0) -> None:
         await self.admit("", num_bytes)
@@ -117,44 +148,96 @@ class EngineCall:
         """
         if self._admission is not None and self._admission.done():
             await self.admitted()
-        link, welcome = self._link, self._link.welcome.result()
+        link = self._link
         requests = link.requests
         counts = requests.counts.of(request.tenant)
         state = RequestState(request, model.tokenizer, counts, requests.turns, requests.unread)
         state.trace = trace
         requests.register(self.number, state)
         self._state = state
-        resumption = request.resumption
-        root = root_key(welcome.cache_secret, request.tenant.encode(), request.cache_salt.encode())
-        submission = pb.Submit(
-            prompt_token_ids=pack(request.prompt_token_ids),
-            cache_root=root,
-            tenant=request.tenant,
-            priority=request.priority,
-            output_token_ids=[TokenSequence(token_ids=tokens) for tokens in resumption.token_ids],
-            ended=() if request.comes_whole else sorted(resumption.finished),
-            first_output=state.first_output,
-            num_bytes=num_bytes,
-            supersedes=request.resumes,
-            is_complete=request.is_complete,
-            trace_parent=trace.submitted(request, state.times.arrived_at) if trace is not None else "",
+        self._submission = _Submission(
+            request, state, model, num_bytes, trace, part_of, request.resumes, patience.get()
         )
-        if request.encoder_input is not None:
-            encode_fields(EncoderInput, request.encoder_input, submission.encoder_input)
-        if part_of is not None:
-            submission.part_of, submission.key = part_of.number, request.key
-        if (seconds := patience.get()) < welcome.no_worker_timeout:
-            submission.no_worker_timeout = seconds
-        encode_sampling(request.sampling, submission)
-        if welcome.prefix_caching and model.generates:
-            first = key_of_adapter(root_behind(root, request.encoder_input), request.adapter_id)
-            submission.block_keys = await _block_keys(first, request, model.block_size)
-        queued = link.connection.question(self.number, submit=submission)
-        self._is_known = True
+        message = await _encode(self._submission, link)
+        self._queued = queued = link.connection.question(self.number, submit=message)
+        self._know()
         if part_of is None:
             await self.admitted()
         await accepted(queued)
         return state
+
+    async def restore(self) -> None:
+        """Tell the engine what a lost engine knew of this call. A refusal ends the request."""
+        connection = self._link.connection
+        if self._admit is not None:
+            assert self._admission is not None
+            if not self._admission.done():
+                return  # all of its questions are held
+            admit = pb.Admit()
+            admit.CopyFrom(self._admit)
+            admit.restores = True
+            before, self._admission = self._admission, connection.question(self.number, restores=True, admit=admit)
+            self._admission.add_done_callback(lambda answer: self._restored(answer, before.result().adapter_id))
+        if (
+            self._submission is None
+            or self._queued is None
+            or not self._queued.done()
+            or self._submission.state.is_over
+        ):
+            return
+        self._num_engines += 1
+        if self._num_engines > MAX_ENGINES:
+            reason = f"{MAX_ENGINES} engines have ended while this request was in flight"
+            self._submission.state.stream.fail(RequestError(grpc.StatusCode.INTERNAL, reason))
+            return
+        message = await _encode(self._submission._replace(supersedes=False), self._link)
+        if self.number in self._link.open_calls:  # not closed meanwhile
+            queued = connection.question(self.number, restores=True, submit=message)
+            queued.add_done_callback(self._restored)
+
+    def _restored(self, answer: asyncio.Future[pb.Answer], adapter_id: str = "") -> None:
+        found = answer.result()
+        error = RequestError(CODES[found.code], found.message) if found.code else None
+        if error is None and adapter_id and found.adapter_id != adapter_id:
+            reason = "the adapter has other weights since the engine's restart"
+            error = RequestError(grpc.StatusCode.FAILED_PRECONDITION, reason)
+        if error is not None and self._state is not None:
+            self._state.stream.fail(error)
+
+
+async def _encode(submission: _Submission, link: EngineLink) -> pb.Submit:
+    """The request, with the tokens that its outputs have by now."""
+    request, state, model, num_bytes, trace, part_of, supersedes, seconds = submission
+    welcome = link.welcome.result()
+    root = root_key(welcome.cache_secret, request.tenant.encode(), request.cache_salt.encode())
+    begun = state.begun
+    message = pb.Submit(
+        prompt_token_ids=pack(request.prompt_token_ids),
+        cache_root=root,
+        tenant=request.tenant,
+        priority=request.priority,
+        output_token_ids=[TokenSequence(token_ids=tokens) for tokens in begun],
+        ended=state.ended,
+        first_output=state.first_output,
+        num_bytes=num_bytes,
+        supersedes=supersedes,
+        is_complete=request.is_complete,
+        trace_parent=trace.submitted(request, state.times.arrived_at) if trace is not None else "",
+    )
+    if request.encoder_input is not None:
+        encode_fields(EncoderInput, request.encoder_input, message.encoder_input)
+    if part_of is not None:
+        message.part_of, message.key = part_of.number, request.key
+    if seconds < welcome.no_worker_timeout:
+        message.no_worker_timeout = seconds
+    sampling = replace(request.sampling, prompt_logprobs=None) if state.has_prompt_logprobs else request.sampling
+    encode_sampling(sampling, message)
+    if welcome.prefix_caching and model.generates:
+        first = key_of_adapter(root_behind(root, request.encoder_input), request.adapter_id)
+        message.block_keys = await _block_keys(
+            first, [*request.prompt_token_ids, *next(iter(begun), ())], model.block_size
+        )
+    return message
 
 
 def _api_key_id() -> str:
@@ -162,12 +245,9 @@ def _api_key_id() -> str:
     return api_key.id if api_key else ""
 
 
-async def _block_keys(first: bytes, request: GenerationRequest, block_size: int) -> bytes:
+async def _block_keys(first: bytes, token_ids: Sequence[int], block_size: int) -> bytes:
     """The prefix-cache keys of a request's full blocks, computed here to relieve the only engine."""
-    token_ids = array("I", request.prompt_token_ids)
-    for output in request.resumption.token_ids[:1]:
-        token_ids.extend(output)
-    keys, remaining = bytearray(), block_keys(first, token_ids, block_size)
+    keys, remaining = bytearray(), block_keys(first, array("I", token_ids), block_size)
     while some := list(islice(remaining, KEYS_AT_ONCE)):
         keys += b"".join(some)
         if len(some) == KEYS_AT_ONCE:

@@ -5,7 +5,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import structlog
@@ -24,6 +24,8 @@ OPTIONS = (
     ("grpc.max_send_message_length", 64 << 20),
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 64 << 10),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
 )
 MAX_BYTES = 1 << 20
 """Bytes of a message with several events; the engine parses them in 1 ms."""
@@ -31,13 +33,25 @@ CODES = {code.value[0]: code for code in grpc.StatusCode}
 GONE = RequestError(grpc.StatusCode.UNAVAILABLE, "the engine is gone; resume the request when the server is back")
 
 
+class _Question(NamedTuple):
+    event: pb.FrontendEvent
+    answer: asyncio.Future[pb.Answer]
+    restores: bool
+
+
 class EngineConnection:
+    """Between a lost engine and the `release` for the next one, questions are held, and other events of calls are
+    dropped: what a lost engine knew of a call is told anew.
+    """
+
     def __init__(self, target: str) -> None:
         self._channel = open_channel(target, None, OPTIONS)
         self._numbers = itertools.count(1)
-        self._questions: dict[int, deque[asyncio.Future[pb.Answer]]] = {}  # by call, oldest first
+        self._questions: dict[int, deque[_Question]] = {}  # by call, oldest first
+        self._held: dict[int, deque[_Question]] = {}  # for the next engine
         self._events: list[pb.FrontendEvent] = []
         self._has_events = asyncio.Event()
+        self.is_held = False
         self.heard_at = time.monotonic()
         """Monotonic time of the engine's last message: the engine asks for statistics every few seconds."""
         self.end: RequestError | None = None
@@ -48,17 +62,23 @@ class EngineConnection:
 
     def say(self, call: int, **event: Any) -> None:
         """Send the engine an event. The keyword is the event's field in `FrontendEvent`."""
-        self._events.append(pb.FrontendEvent(call=call, **event))
-        self._has_events.set()
+        if not (call and self.is_held):
+            self._send(pb.FrontendEvent(call=call, **event))
 
-    def question(self, call: int, **event: Any) -> asyncio.Future[pb.Answer]:
-        """Send the engine an event. Result: the answer or, if the connection is closed, its error as an answer."""
+    def question(self, call: int, *, restores: bool = False, **event: Any) -> asyncio.Future[pb.Answer]:
+        """Send the engine an event. Result: the answer or, if the connection is closed, its error as an answer.
+
+        `restores`: the event tells the next engine what the lost one knew, so it is not held.
+        """
         future: asyncio.Future[pb.Answer] = asyncio.get_running_loop().create_future()
         if self.end is not None:
             future.set_result(_refusal(self.end))
+            return future
+        asked = _Question(pb.FrontendEvent(call=call, **event), future, restores)
+        if self.is_held and not restores:
+            self._held.setdefault(call, deque()).append(asked)
         else:
-            self._questions.setdefault(call, deque()).append(future)
-            self.say(call, **event)
+            self._ask(asked)
         return future
 
     async def ask(self, call: int, **event: Any) -> pb.Answer:
@@ -68,13 +88,14 @@ class EngineConnection:
     def answer(self, call: int, answer: pb.Answer) -> None:
         if (questions := self._questions.get(call)) is None:
             return
-        future = questions.popleft()
+        asked = questions.popleft()
         if not questions:
             del self._questions[call]
-        future.set_result(answer)
+        asked.answer.set_result(answer)
 
     async def messages(self) -> AsyncGenerator[pb.AttachResponse, None]:
-        call = EngineServiceStub(self._channel).Attach(self._said())
+        """Wait for an engine, attach, and yield its messages until it is lost."""
+        call = EngineServiceStub(self._channel).Attach(self._said(), wait_for_ready=True)
         try:
             async for message in call:
                 self.heard_at = time.monotonic()
@@ -85,13 +106,41 @@ class EngineConnection:
         finally:
             call.cancel()
 
+    def hold(self) -> None:
+        """Hold the unanswered questions for the next engine."""
+        self.is_held = True
+        self._events.clear()
+        self._has_events.clear()
+        for call, questions in self._questions.items():
+            kept = (asked for asked in questions if not asked.restores)
+            self._held[call] = deque([*kept, *self._held.get(call, ())])
+        self._questions.clear()
+
+    def release(self) -> None:
+        """Ask the engine the held questions."""
+        self.is_held = False
+        held, self._held = self._held, {}
+        for questions in held.values():
+            for asked in questions:
+                self._ask(asked)
+
     def finish(self) -> RequestError:
         """Fail all unanswered questions, because the connection is over. Returns the error for later calls."""
         end = self.end = self.end or GONE
-        for number, questions in list(self._questions.items()):
-            for _ in range(len(questions)):
-                self.answer(number, _refusal(end))
+        for questions in (*self._questions.values(), *self._held.values()):
+            for asked in questions:
+                asked.answer.set_result(_refusal(end))
+        self._questions.clear()
+        self._held.clear()
         return end
+
+    def _ask(self, asked: _Question) -> None:
+        self._questions.setdefault(asked.event.call, deque()).append(asked)
+        self._send(asked.event)
+
+    def _send(self, event: pb.FrontendEvent) -> None:
+        self._events.append(event)
+        self._has_events.set()
 
     async def close(self) -> None:
         await self._channel.close()

@@ -7,10 +7,11 @@ wasted, so calls of an API key wait for the answer first for some seconds after 
 import asyncio
 import contextlib
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import structlog
@@ -21,7 +22,7 @@ from pagewire_common.calls.errors import RequestError
 from pagewire_common.calls.request_limits import RequestLimits
 from scheduler_service.access.caller import caller
 from scheduler_service.access.keys import Keyring
-from scheduler_service.frontend.link.engine_connection import CODES, EngineConnection
+from scheduler_service.frontend.link.engine_connection import CODES, GONE, EngineConnection
 from scheduler_service.frontend.link.model_loading import ModelLoading
 from scheduler_service.frontend.link.stored_texts import StoredTexts
 from scheduler_service.frontend.model import ServedModel
@@ -205,7 +206,14 @@ class RequestRegistry:
             state.stream.cut(RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, reason))
 
 
+class OpenCall(Protocol):
+    async def restore(self) -> None:
+        """Tell the engine what a lost engine knew of this call."""
+
+
 class EngineLink:
+    """The link outlives an engine: requests in flight go on in the next one, with the tokens that they have."""
+
     def __init__(
         self, target: str, tracer: Tracer | None = None, response_template: Mapping[str, Any] | None = None
     ) -> None:
@@ -221,6 +229,11 @@ class EngineLink:
         self.adapter_names: tuple[str, ...] = ()
         self.serving = False
         self.serving_changed = asyncio.Event()
+        self.open_calls: dict[int, OpenCall] = {}
+        """The calls that the engine knows, by number; a call's parts follow it."""
+        self._listening: pb.Listening | None = None
+        self._patience = asyncio.timeout(None)  # for the next engine
+        self._restoring: asyncio.Task[None] | None = None
 
     # ---- for servicers
 
@@ -268,17 +281,62 @@ class EngineLink:
     # ---- the engine's messages
 
     async def run(self) -> bool:
-        """Process messages until the engine's end, then fail all requests. Returns whether the engine said goodbye."""
+        """Process the messages of one engine after the other, then fail all requests.
+
+        Ends when an engine has said goodbye, or no engine with the same model has come for --no-worker-timeout after
+        the last. Returns whether an engine said goodbye.
+        """
         try:
-            async with contextlib.aclosing(self.connection.messages()) as messages:
-                async for message in messages:
-                    self.take(message, time.monotonic())
-                    if self.connection.end is not None:
-                        return True
+            async with self._patience:
+                while True:
+                    async with contextlib.aclosing(self.connection.messages()) as messages:
+                        async for message in messages:
+                            self.take(message, time.monotonic())
+                            if self.connection.end is not None:
+                                return self.connection.end is SHUTTING_DOWN
+                    self._lose()
+        except TimeoutError:
+            log.error("no engine has come", seconds=self.welcome.result().no_worker_timeout)
         finally:
+            self._stop_restoring()
             self.loading.cancel()
             self.requests.fail_all(self.connection.finish())
         return False
+
+    def _lose(self) -> None:
+        self._stop_restoring()
+        self.connection.hold()
+        self.loading.forget_files()
+        self.serving = False
+        self.serving_changed.set()
+        if self.welcome.done() and self._patience.when() is None:
+            self._patience.reschedule(
+                asyncio.get_running_loop().time() + max(1.0, self.welcome.result().no_worker_timeout)
+            )
+
+    def _stop_restoring(self) -> None:
+        if self._restoring is not None:
+            self._restoring.cancel()
+            self._restoring = None
+
+    async def _restore(self) -> None:
+        """Tell the engine of all open calls, then ask what was held."""
+        for number in sorted(self.open_calls):
+            if (call := self.open_calls.get(number)) is not None:  # not closed meanwhile
+                await call.restore()
+        self._restoring = None
+        self.connection.release()
+        self._patience.reschedule(None)
+        log.info("requests go on in the next engine", requests=len(self.requests.by_call))
+
+    def _begin_to_restore(self) -> None:
+        if self.connection.is_held and self._restoring is None:
+            self._restoring = asyncio.create_task(self._restore())
+
+    def listens(self, address: str) -> None:
+        """Tell this and each later engine where clients are served."""
+        self._listening = pb.Listening(address=address, process_id=os.getpid())
+        self.connection.say(0, listening=self._listening)
 
     def take(self, message: pb.AttachResponse, now: float) -> None:
         outputs, token_ids = list(message.outputs), list(message.token_ids)
@@ -299,14 +357,15 @@ class EngineLink:
     def _take(self, event: pb.EngineEvent) -> None:
         match event.WhichOneof("event"):
             case "welcome":
-                self.requests.unread.most = event.welcome.unread_bytes
-                if event.welcome.HasField("keys"):
-                    self.keyring = Keyring.decode(event.welcome.keys)
-                self.welcome.set_result(event.welcome)
+                self._greet(event.welcome)
             case "model_file":
                 self.loading.add(event.model_file)
             case "model":
-                self.loading.begin(event.model)
+                if self.loading.begin(event.model):
+                    self._begin_to_restore()
+                else:
+                    log.error("the next engine serves another model")
+                    self.connection.end = GONE
             case "health":
                 self.serving = event.health.serving
                 self.serving_changed.set()
@@ -318,3 +377,15 @@ class EngineLink:
                 self.adapter_names = tuple(event.adapters.names)
             case "goodbye":
                 self.connection.end = SHUTTING_DOWN
+
+    def _greet(self, welcome: pb.Welcome) -> None:
+        self.requests.unread.most = welcome.unread_bytes
+        if welcome.HasField("keys"):
+            self.keyring = Keyring.decode(welcome.keys)
+        if self.welcome.done():
+            self.welcome = asyncio.get_running_loop().create_future()
+        self.welcome.set_result(welcome)
+        if self._listening is not None:
+            self.connection.say(0, listening=self._listening)
+        if not self.loading.has_begun:  # no call has a prompt yet
+            self._begin_to_restore()

@@ -1,6 +1,7 @@
 """Loads the served model from the files that the engine sends."""
 
 import asyncio
+import hashlib
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -23,16 +24,36 @@ class ModelLoading:
         """None before the model is loaded, and after a failed load."""
         self._loaded: asyncio.Future[ServedModel] = asyncio.get_running_loop().create_future()
         self._files: dict[str, bytearray] = {}
+        self._digest = hashlib.sha256()  # of the files that the engine sends
+        self._begun = b""  # digest of files and limits of the model that is loaded
         self._loading: asyncio.Task[None] | None = None
 
     async def wait(self) -> ServedModel:
         return await asyncio.shield(self._loaded)
 
-    def add(self, part: pb.ModelFile) -> None:
-        self._files.setdefault(part.name, bytearray()).extend(part.data)
+    @property
+    def has_begun(self) -> bool:
+        return bool(self._begun)
 
-    def begin(self, limits: pb.ModelLimits) -> None:
-        self._loading = asyncio.create_task(self._load(limits))
+    def add(self, part: pb.ModelFile) -> None:
+        self._digest.update(part.SerializeToString(deterministic=True))
+        if not self.has_begun:
+            self._files.setdefault(part.name, bytearray()).extend(part.data)
+
+    def begin(self, limits: pb.ModelLimits) -> bool:
+        """Load the model, once. Returns False if a model with other files or limits has been loaded before."""
+        self._digest.update(limits.SerializeToString(deterministic=True))
+        described, self._digest = self._digest.digest(), hashlib.sha256()
+        if not self.has_begun:
+            self._begun = described
+            self._loading = asyncio.create_task(self._load(limits))
+        return described == self._begun
+
+    def forget_files(self) -> None:
+        """Forget the files of an engine that was lost before it sent all."""
+        self._digest = hashlib.sha256()
+        if not self.has_begun:
+            self._files.clear()
 
     def cancel(self) -> None:
         if self._loading is not None:

@@ -1,5 +1,6 @@
 """The state of a request in flight: receives tokens from the engine, decodes text, and fills the client's stream."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -85,12 +86,36 @@ class RequestState:
         num_open = request.num_outputs - len(resumption.finished)
         self.stream = OutputStream(num_open, turns, unread)
         self.times = TokenTimes(counts, [len(tokens) for tokens in resumption.token_ids] or [0] * num_sequences)
+        resumed = resumption.token_ids or ((),) * num_sequences
+        self._token_ids = [array("I", tokens) for tokens in resumed]
         self._texts = [resumption.texts.get(index) or request.text(tokenizer) for index in range(num_sequences)]
         self._has_ended = [not request.comes_whole and index in resumption.finished for index in range(num_sequences)]
         self._num_prompt_logprobs = resumption.num_prompt_logprobs
         self._num_vector_bytes = 0
         self._ranked = [RankedOutput() for _ in range(num_sequences)] if request.n is not None else None
         self._is_plain = request.is_plain
+        self._has_hypotheses = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the engine has nothing to add."""
+        return self._has_hypotheses or all(self._has_ended) or self.stream.has_failed
+
+    @property
+    def ended(self) -> list[int]:
+        """The indices of outputs that have ended."""
+        return [index for index, has_ended in enumerate(self._has_ended) if has_ended]
+
+    @property
+    def begun(self) -> "list[array[int]]":
+        """The tokens of each output that has not ended; empty if none has any."""
+        open_ones = [array("I") if ended else ids for ids, ended in zip(self._token_ids, self._has_ended, strict=True)]
+        return open_ones if any(open_ones) else []
+
+    @property
+    def has_prompt_logprobs(self) -> bool:
+        """Whether the log-probabilities of all the prompt's positions have arrived."""
+        return 0 < self._num_prompt_logprobs >= len(self.request.prompt_token_ids) - 1
 
     @property
     def num_cached_tokens(self) -> int:
@@ -135,6 +160,7 @@ class RequestState:
             num_tokens = self.times.count(index, now)
             if self.trace is not None:
                 self.trace.gained_token(now)
+            self._token_ids[index].append(token_id)
             shown, _ = self._texts[index].step(token_id)
             self.stream.put_token(index, token_id, shown, num_tokens)
             return False
@@ -158,6 +184,7 @@ class RequestState:
             return False
         if token_id is None:
             return False
+        self._token_ids[index].append(token_id)
         delta = OutputDelta(index, token_ids=[token_id], num_output_tokens=self.times.count(index, now))
         if self.trace is not None:
             self.trace.gained_token(now)
@@ -198,6 +225,7 @@ class RequestState:
             self._put(OutputDelta(gained.index, vectors=vectors, status=gained.status))
 
     def gain_hypotheses(self, hypotheses: Sequence[Hypothesis], now: float) -> None:
+        self._has_hypotheses = True
         self.times.first_token_seconds = now - self.times.arrived_at
         self._num_hypothesis_tokens = [len(hypothesis.token_ids) for hypothesis in hypotheses]
         for index, hypothesis in enumerate(hypotheses[: self.request.num_outputs]):
@@ -218,6 +246,7 @@ class RequestState:
 
     def abort(self) -> None:
         if self.request.sampling.beam_width:  # beam search sends nothing before its end
+            self._has_hypotheses = True
             for index in range(self.request.num_outputs):
                 self._put_whole(index, WholeOutput())
             return

@@ -216,6 +216,10 @@ class OutputStream:
         self.num_unread += num_bytes
         self._unread.num_bytes += num_bytes
 
+    @property
+    def has_failed(self) -> bool:
+        return self._error is not None
+
     def fail(self, error: RequestError) -> None:
         """End the stream with an error, after the pending deltas. The first error counts."""
         self._error = self._error or error
