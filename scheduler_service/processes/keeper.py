@@ -185,10 +185,10 @@ class Keeper:
             slot.start(time.monotonic())
 
     def _stop(self) -> None:
-        """Wait for all children to end, as front ends do when the engine has said goodbye; kill them at the end."""
+        """Wait for the front ends, which end when a working engine has said goodbye; then kill all children."""
         if self._engine.child is not None:
             self._engine.child.signal(signal.SIGKILL)
-        deadline, by_pipe = time.monotonic() + END_SECONDS, self._children
+        deadline, by_pipe = time.monotonic() + END_SECONDS * self._was_ready, self._children
         while by_pipe:
             if (left := deadline - time.monotonic()) <= 0:
                 for _, child in by_pipe.values():

@@ -171,8 +171,8 @@ class EngineCall:
         connection = self._link.connection
         if self._admit is not None:
             assert self._admission is not None
-            if not self._admission.done():
-                return  # all of its questions are held
+            if not self._admission.done() or self._admission.result().code:
+                return  # all of its questions are held, or the call is about to end
             admit = pb.Admit()
             admit.CopyFrom(self._admit)
             admit.restores = True

@@ -49,6 +49,7 @@ class EngineConnection:
         self._numbers = itertools.count(1)
         self._questions: dict[int, deque[_Question]] = {}  # by call, oldest first
         self._held: dict[int, deque[_Question]] = {}  # for the next engine
+        self._restored: set[int] = set()  # calls that the next engine knows, before `release`
         self._events: list[pb.FrontendEvent] = []
         self._has_events = asyncio.Event()
         self.is_held = False
@@ -62,7 +63,7 @@ class EngineConnection:
 
     def say(self, call: int, **event: Any) -> None:
         """Send the engine an event. The keyword is the event's field in `FrontendEvent`."""
-        if not (call and self.is_held):
+        if not call or not self.is_held or call in self._restored:
             self._send(pb.FrontendEvent(call=call, **event))
 
     def question(self, call: int, *, restores: bool = False, **event: Any) -> asyncio.Future[pb.Answer]:
@@ -78,6 +79,8 @@ class EngineConnection:
         if self.is_held and not restores:
             self._held.setdefault(call, deque()).append(asked)
         else:
+            if restores:
+                self._restored.add(call)
             self._ask(asked)
         return future
 
@@ -109,6 +112,7 @@ class EngineConnection:
     def hold(self) -> None:
         """Hold the unanswered questions for the next engine."""
         self.is_held = True
+        self._restored.clear()
         self._events.clear()
         self._has_events.clear()
         for call, questions in self._questions.items():
@@ -119,6 +123,7 @@ class EngineConnection:
     def release(self) -> None:
         """Ask the engine the held questions."""
         self.is_held = False
+        self._restored.clear()
         held, self._held = self._held, {}
         for questions in held.values():
             for asked in questions:
