@@ -17,7 +17,7 @@ from pagewire_common.calls.errors import ErrorInterceptor
 from pagewire_common.connection.tls import OPEN, Security
 from pagewire_common.serving.server import GrpcServer, stop_event
 from pagewire_common.start_error import StartError
-from pagewire_common.telemetry.metrics import serve_metrics
+from pagewire_common.telemetry.metrics import metrics_text, serve_metrics
 from scheduler_service.access.audit import Audit
 from scheduler_service.access.caller import admin_check
 from scheduler_service.access.key_file import KeyFile
@@ -83,6 +83,7 @@ async def serve(settings: SchedulerSettings, place: Place, pipe: int) -> None:
     metrics = SchedulerMetrics(
         front_ends, lambda: engine.fleet.agreement.model_name, vllm_names=settings.vllm_metric_names
     )
+    front_ends.metrics_text = lambda: metrics_text(metrics.families)
     security = settings.security()
 
     def may_read_metrics(authorization: str) -> bool:

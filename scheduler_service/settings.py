@@ -1,5 +1,6 @@
 """The scheduler service's settings."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -16,7 +17,17 @@ from scheduler_service.targets import is_name, parse_target
 MAX_BATCHED_TOKENS = 131_072
 MAX_SEQS = 8192
 
+_ORIGIN = re.compile(r"\*|https?://[^\s/,@?#]+")
+
+
+def _parse_origin(origin: str) -> str:
+    if not _ORIGIN.fullmatch(origin):
+        raise ValueError(f"{origin!r} is no origin: it must be *, or http:// or https:// and a host, without a path")
+    return origin.lower()
+
+
 Target = Annotated[str, AfterValidator(parse_target)]
+Origin = Annotated[str, AfterValidator(_parse_origin)]
 
 
 def _split(value: object) -> object:
@@ -50,6 +61,11 @@ class SchedulerSettings(ServiceSettings):
     listen: Address = Field("127.0.0.1:50051", validate_default=True, description="HOST:PORT to serve clients on")
     http_listen: Address | None = Field(
         None, description="HOST:PORT to serve OpenAI's HTTP API on, such as 127.0.0.1:8000; by default gRPC alone"
+    )
+    http_allow_origin: Annotated[list[Origin], NoDecode, BeforeValidator(_split)] = Field(
+        [],
+        description="origins, separated by commas, of which pages in browsers may call the HTTP API, such as "
+        "https://chat.example.com; * allows all; by default none",
     )
     response_template: Path | None = Field(
         None,

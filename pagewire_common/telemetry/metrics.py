@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import structlog
-from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest, make_wsgi_app
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
@@ -87,6 +87,22 @@ async def serve_metrics(
         await asyncio.to_thread(server.shutdown)
         thread.join()
         server.server_close()
+
+
+async def metrics_text(families: Families) -> bytes:
+    """All metrics and those of this process, in Prometheus' text format, which is written on a thread."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Read(list(await families())))
+    ProcessCollector(registry=registry)
+    return await asyncio.to_thread(generate_latest, registry)
+
+
+class _Read(Collector):
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
 
 
 class _OnLoop(Collector):

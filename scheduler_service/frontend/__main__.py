@@ -22,6 +22,7 @@ def main() -> None:
     parser.add_argument("--engine", required=True, help="where the engine listens for front ends")
     parser.add_argument("--listen", required=True, help="HOST:PORT to serve clients on, shared with other front ends")
     parser.add_argument("--http-listen", help="HOST:PORT to serve HTTP on, shared with other front ends")
+    parser.add_argument("--http-allow-origin", action="append", default=[], help="origin of pages that may call")
     parser.add_argument("--response-template", type=Path, help="how the model writes reasoning and tool calls")
     parser.add_argument("--receive-timeout", type=float, default=60.0, help="seconds for an HTTP request to arrive")
     parser.add_argument("--grace", type=float, default=0.0, help="seconds for streams after SIGUSR1")
@@ -54,6 +55,7 @@ def main() -> None:
             arguments.max_connections,
             arguments.receive_timeout,
             arguments.grace,
+            frozenset(arguments.http_allow_origin),
         )
         template = arguments.response_template
         response_template = json.loads(template.read_text()) if template is not None else None

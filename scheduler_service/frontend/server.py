@@ -20,6 +20,7 @@ from pagewire_common.connection.tls import OPEN, Security
 from pagewire_common.serving.server import MAX_CONNECTIONS, GrpcServer
 from pagewire_common.telemetry.tracing import tracing
 from scheduler_service.access.audit import Audit
+from scheduler_service.frontend.http.cors import Origins
 from scheduler_service.frontend.http.limits import Limits
 from scheduler_service.frontend.http.server import HttpServer
 from scheduler_service.frontend.link.engine_link import EngineLink
@@ -62,7 +63,7 @@ def front_end_server(
 
 class Ports(NamedTuple):
     """Where a front end listens. `http`: HOST:PORT of HTTP, or None without HTTP. `grace`: seconds for streams at its
-    drain.
+    drain. `origins`: those of pages in browsers that may call.
     """
 
     listen: str
@@ -71,6 +72,7 @@ class Ports(NamedTuple):
     max_connections: int = MAX_CONNECTIONS
     receive_timeout: float = 60.0
     grace: float = 0.0
+    origins: frozenset[str] = frozenset()
 
 
 async def serve(
@@ -95,7 +97,7 @@ async def _serve(link: EngineLink, ports: Ports) -> int:
         if link.welcome.done():
             security, most = ports.security, ports.max_connections
             server = front_end_server(link, shares_port=True, security=security, max_connections=most)
-            http = HttpServer(link, Limits(most, ports.receive_timeout), security)
+            http = HttpServer(link, Limits(most, ports.receive_timeout), security, Origins(ports.origins))
             if ports.http is not None:
                 await http.start(ports.http)
             address = await server.start(ports.listen, "front end listening")

@@ -6,15 +6,18 @@ from contextlib import asynccontextmanager
 from ports import free_address
 
 from pagewire_common.connection.tls import OPEN, Security
+from scheduler_service.frontend.http.cors import Origins
 from scheduler_service.frontend.http.limits import Limits
 from scheduler_service.frontend.http.server import HttpServer
 from scheduler_service.frontend.link.engine_link import EngineLink
 
 
 @asynccontextmanager
-async def http_edge(link: EngineLink, limits: Limits | None = None, security: Security = OPEN) -> AsyncIterator[str]:
+async def http_edge(
+    link: EngineLink, limits: Limits | None = None, security: Security = OPEN, origins: Origins | None = None
+) -> AsyncIterator[str]:
     """Its URL."""
-    server, address = HttpServer(link, limits or Limits(), security), free_address()
+    server, address = HttpServer(link, limits or Limits(), security, origins), free_address()
     await server.start(address)
     try:
         port = address.rpartition(":")[2]

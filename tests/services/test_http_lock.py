@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import aiohttp
 import openai
 import pytest
 import trustme
@@ -65,6 +66,16 @@ def served(tiny_model_directory: Path, tmp_path_factory: pytest.TempPathFactory)
 async def gold(served: Served) -> AsyncIterator[openai.AsyncOpenAI]:
     async with served.client(KEYS["gold"]) as client:
         yield client
+
+
+@pytest.mark.parametrize(("key", "status"), [("gold", 403), ("admin", 200)])
+async def test_metrics_are_for_keys_that_may_read_them(served: Served, key: str, status: int) -> None:
+    async with (
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=served.context)) as session,
+        session.get(f"https://{served.address}/metrics", headers={"X-Api-Key": KEYS[key]}) as answer,
+    ):
+        assert answer.status == status
+        assert ("pagewire_num_requests_running" in await answer.text()) is (status == 200)
 
 
 async def test_a_key_opens_the_api_whole_and_streamed(gold: openai.AsyncOpenAI) -> None:

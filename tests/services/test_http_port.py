@@ -21,12 +21,14 @@ from pagewire_common.start_error import StartError
 from scheduler_service.frontend.http import server as http_server
 from scheduler_service.frontend.http import writing
 from scheduler_service.frontend.http.call import Call
+from scheduler_service.frontend.http.cors import Origins
 from scheduler_service.frontend.http.limits import Limits
 from scheduler_service.frontend.http.server import HttpServer
 from scheduler_service.frontend.link.engine_link import EngineLink
 
 HEAD = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 BODY = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 10\r\n\r\n{"
+HERE = "https://chat.example.com"
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -72,6 +74,33 @@ async def test_connections_beyond_the_limit_are_closed_and_those_within_it_are_s
             async with connection(url) as again:
                 if await is_answered(again):
                     break
+
+
+@pytest.mark.parametrize(
+    ("allowed", "answered"), [([], None), (["*"], "*"), ([HERE], HERE), (["https://other.example"], None)]
+)
+async def test_pages_of_allowed_origins_may_read_answers_and_errors(allowed: list[str], answered: str | None) -> None:
+    asked = {
+        "Origin": HERE,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type",
+    }
+    origins = Origins(frozenset(allowed))
+    async with (
+        http_edge(EngineLink("127.0.0.1:1"), origins=origins) as url,
+        aiohttp.ClientSession(url) as session,
+        session.options("/v1/chat/completions", headers=asked) as preflight,
+        session.get("/health", headers={"Origin": HERE}) as answer,
+        session.post("/v1/none", headers={"Origin": HERE}) as error,
+    ):
+        for one in (preflight, answer, error):
+            assert one.headers.get("Access-Control-Allow-Origin") == answered
+        assert (answer.status, error.status) == (200, 404)
+        assert preflight.status == (204 if allowed else 404)
+        assert preflight.headers.get("Access-Control-Allow-Headers") == (
+            asked["Access-Control-Request-Headers"] if answered else None
+        )
+        assert ("Vary" in answer.headers) is (allowed not in ([], ["*"]))
 
 
 async def test_a_client_that_reads_nothing_of_a_whole_answer_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -27,6 +29,8 @@ FILE_BYTES = 1 << 20
 EVENTS_AT_ONCE = 64
 """Events in one turn of the event loop, each 10 to 100 µs."""
 _INTERNAL = RequestError(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
+METRICS_SECONDS = 1.0
+"""Age at which metrics that front ends ask for are read anew: a flood of scrapes costs the engine one a second."""
 STATISTICS_SECONDS = 1.0
 """Seconds that a scrape waits for front ends' counts."""
 SHOW_SECONDS = 10.0
@@ -53,6 +57,9 @@ class FrontEnds(EngineServiceServicer):
         self.num_expected = num_expected
         self.connections: set[FrontEndConnection] = set()
         self.entries = StoredEntries()
+        self.metrics_text: Callable[[], Awaitable[bytes]] | None = None
+        self._metrics = (-math.inf, b"")  # when they were read, and their text
+        self._metrics_turn = asyncio.Lock()
         self.is_serving = False
         self.is_over = False
         self._changed = asyncio.Event()
@@ -146,6 +153,17 @@ class FrontEnds(EngineServiceServicer):
             total.add(counts)
         return total
 
+    async def metrics(self, authorization: str) -> pb.Answer:
+        """The metrics, at most METRICS_SECONDS old, for a client that may read them."""
+        keyring = self.engine.keyring
+        if self.metrics_text is None or (keyring is not None and not keyring.opens_metrics(authorization)):
+            reason = "an API key that may read metrics is needed"
+            return pb.Answer(code=grpc.StatusCode.PERMISSION_DENIED.value[0], message=reason)
+        async with self._metrics_turn:
+            if time.monotonic() - self._metrics[0] > METRICS_SECONDS:
+                self._metrics = (time.monotonic(), await self.metrics_text())
+        return pb.Answer(data=self._metrics[1])
+
     async def say_goodbye(self, seconds: float) -> None:
         """Tell all front ends to end, and wait at most `seconds` until they have detached."""
         self.is_over = True
@@ -171,6 +189,7 @@ class FrontEndConnection:
         self.counts = CountsByTenant()
         self._counts_came = asyncio.Event()
         self._calls: dict[int, Call] = {}  # by number
+        self._reading: set[asyncio.Task[None]] = set()  # of metrics
         self.outbox.tell(
             0,
             welcome=pb.Welcome(
@@ -193,6 +212,8 @@ class FrontEndConnection:
 
     def close(self) -> None:
         """Close all calls; their clients are disconnected too."""
+        for reading in self._reading:
+            reading.cancel()
         for call in self._calls.values():
             self._engine.close(call)
         self._calls.clear()
@@ -298,6 +319,10 @@ class FrontEndConnection:
             case "delete_entry":
                 found = self._front_ends.entries.delete(event.delete_entry.tenant, event.delete_entry.id)
                 self.outbox.tell(event.call, answer=pb.Answer(found=found))
+            case "read_metrics":
+                reading = asyncio.create_task(self._tell_metrics(event.call, event.read_metrics.authorization))
+                self._reading.add(reading)
+                reading.add_done_callback(self._reading.discard)
             case "close":
                 if (closed := self._calls.pop(event.call, None)) is not None:
                     self._engine.close(closed, event.close.finished if event.close.HasField("finished") else None)
@@ -316,6 +341,9 @@ class FrontEndConnection:
             case "statistics":
                 self.counts = CountsByTenant.decode(event.statistics)
                 self._counts_came.set()
+
+    async def _tell_metrics(self, call: int, authorization: str) -> None:
+        self.outbox.tell(call, answer=await self._front_ends.metrics(authorization))
 
     def _answer(self, call: Call, do: Any) -> bool:
         """Answer with success or the error of `do`. Returns whether `do` succeeded."""

@@ -18,8 +18,9 @@ from scheduler_service.frontend.http.openai.completions import complete
 from scheduler_service.frontend.http.openai.transcriptions import transcribe, translate
 from scheduler_service.frontend.http.responses.create import create_response
 from scheduler_service.frontend.http.responses.stored_routes import delete_response, list_input, show_response
+from scheduler_service.frontend.http.served.description import show_description
 from scheduler_service.frontend.http.served.models import models
-from scheduler_service.frontend.http.served.status import show_load, show_version
+from scheduler_service.frontend.http.served.status import show_load, show_metrics, show_tokenizer, show_version
 from scheduler_service.frontend.http.served.tokens import detokenize, tokenize
 
 Route = Callable[[Call], Awaitable[web.StreamResponse]]
@@ -35,6 +36,9 @@ ROUTES: dict[str, Route] = {
     **dict.fromkeys(("POST /detokenize", "POST /v1/detokenize"), detokenize),
     "GET /version": show_version,
     "GET /load": show_load,
+    "GET /metrics": show_metrics,
+    "GET /tokenizer_info": show_tokenizer,
+    "GET /openapi.json": show_description,
     "POST /v1/audio/transcriptions": transcribe,
     "POST /v1/audio/translations": translate,
     "POST /v1/messages": messages,

@@ -21,6 +21,7 @@ from pagewire_common.serving.listening import cannot_listen
 from scheduler_service.access.audit import Lines, begin_line
 from scheduler_service.access.caller import caller
 from scheduler_service.frontend.http.call import Call
+from scheduler_service.frontend.http.cors import Origins
 from scheduler_service.frontend.http.errors import HttpError, refused_by
 from scheduler_service.frontend.http.limits import Held, Limits, Room
 from scheduler_service.frontend.http.port import Port
@@ -50,8 +51,11 @@ _PRINTABLE = re.compile(r"[ -~]{1,512}")
 class HttpServer:
     """Serves HTTP for the engine behind `link`, from `start` to `stop`. Create the server inside the event loop."""
 
-    def __init__(self, link: EngineLink, limits: Limits, security: Security = OPEN) -> None:
+    def __init__(
+        self, link: EngineLink, limits: Limits, security: Security = OPEN, origins: Origins | None = None
+    ) -> None:
         self._link, self._limits, self._security = link, limits, security
+        self._origins = origins or Origins()
         self._service = Service(link)
         self._room = Room()
         self._texts = TokenTexts()
@@ -102,6 +106,7 @@ class HttpServer:
 
     async def _prepare(self, request: web.Request, response: web.StreamResponse) -> None:
         await _echo_id(request, response)
+        response.headers.update(self._origins.headers(request))
         if self._is_closing:
             response.force_close()
 
@@ -146,7 +151,7 @@ class HttpServer:
                 self._is_idle.set()
 
     async def _logged_answer(self, request: web.Request) -> web.StreamResponse:
-        if (probe := self._probe(request)) is not None:
+        if (probe := self._probe(request) or self._origins.preflight(request)) is not None:
             return probe
         began, route = time.monotonic(), f"{request.method} {request.rel_url.raw_path}"[:MAX_SHOWN]
         # All requests of a connection share a task, so every request sets its context variables anew.

@@ -182,6 +182,13 @@ class EngineLink:
         answer = await self.connection.ask(number, abort=pb.AbortRequestByKey(key=key))
         return answer.found
 
+    async def metrics(self, authorization: str) -> bytes:
+        """The engine's metrics in Prometheus' text format. Raises RequestError."""
+        answer = await self.connection.ask(
+            self.connection.new_number(), read_metrics=pb.ReadMetrics(authorization=authorization)
+        )
+        return answer.data
+
     # ---- the engine's messages
 
     async def run(self) -> bool:
