@@ -7,6 +7,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterator
+from copy import deepcopy
 from functools import reduce
 from typing import Any
 
@@ -32,11 +33,12 @@ VALUES: list[Any] = [
 ]
 
 
-def places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every object and list in a body with each of its keys."""
-    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
-        yield value, key
-        yield from places(inner)
+def places(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
+    """Every object and list in a body, but for the deepest, with each of its keys."""
+    if isinstance(value, dict | list) and depth < 20:
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield value, key
+            yield from places(inner, depth + 1)
 
 
 def nested(draw: Draw) -> str:
@@ -52,16 +54,16 @@ def broken(draw: Draw) -> str:
 
 def mistyped(draw: Draw, route: str) -> str:
     """A right body in which values at any depth, or fields of other bodies, are odd, nested deeply, doubled or away."""
-    fields = json.loads(json.dumps(draw.choice(ROUTES[route])))
+    fields = deepcopy(draw.choice(ROUTES[route]))
     for _ in range(draw.choice([1, 1, 1, 2, 3])):
         holder, key = draw.choice([*places(fields), *((fields, name) for name in draw.sample(NAMES, 3))])
-        roll = draw.random()
+        roll, value = draw.random(), deepcopy(draw.choice(VALUES))
         if roll < 0.05 and key in fields:
-            del holder[key]
+            del fields[key]
         elif roll < 0.1:
-            holder[key] = reduce(lambda inner, _: [inner], range(draw.choice([60, 200, 700])), draw.choice(VALUES))
+            holder[key] = reduce(lambda inner, _: [inner], range(draw.choice([60, 200, 700])), value)
         else:
-            holder[key] = draw.choice(VALUES)
+            holder[key] = value
     text = json.dumps(fields)
     if draw.random() < 0.05:  # keys twice
         text = text.removesuffix("}") + f", {text.removeprefix('{')}"
