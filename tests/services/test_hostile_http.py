@@ -71,16 +71,16 @@ def mistyped(draw: Draw, route: str) -> str:
 
 
 def body_of(draw: Draw, route: str) -> bytes:
-    text = draw.choice([nested, broken, mistyped, mistyped, mistyped])
+    text = draw.choice([nested, broken, *[mistyped] * 8])
     made = text(draw, route) if text is mistyped else text(draw)  # type: ignore[operator]
     data = str(made).encode(errors="surrogatepass")
-    return changed(draw, data) if draw.random() < 0.3 else data
+    return changed(draw, data) if draw.random() < 0.1 else data
 
 
 async def send(session: aiohttp.ClientSession, url: str, draw: Draw, found: Counter[tuple[str, int]]) -> None:
     route = draw.choice([*ROUTES])
     data, right = body_of(draw, route), REFUSED | {200}
-    headers = {"Content-Type": draw.choice([JSON, JSON, JSON, JSON, "text/plain", "multipart/form-data", "x" * 1000])}
+    headers = {"Content-Type": draw.choice([*[JSON] * 20, "text/plain", "multipart/form-data", "x" * 1000])}
     if (roll := draw.random()) < 0.05:
         headers["X-Large"] = "x" * draw.choice([10_000, 100_000])
         right = {400}
