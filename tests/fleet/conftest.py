@@ -85,7 +85,9 @@ async def serve(
     """
     async with AsyncExitStack() as stack:
 
-        async def serve(addresses: Sequence[str], *arguments: str, retry_for: float = 0.0) -> Fleet:
+        async def serve(
+            addresses: Sequence[str], *arguments: str, retry_for: float = 0.0, model: Path = model
+        ) -> Fleet:
             member = scheduler(model, addresses, *arguments)
             stack.callback(member.kill)
             member.start()

@@ -3,9 +3,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chat_templates import HERMES
 from speculating import Plain, answers_of
-from tiny_model import write_byte_tokenizer, write_marked_tokenizer, write_tiny_llama
+from tiny_agent import serve_agent
+from tiny_model import write_byte_tokenizer, write_tiny_llama
 
 from pagewire_client import LocalServer
 from pagewire_common.connection import tls
@@ -14,9 +14,6 @@ from scheduler_service.engine.sessions import worker_loop
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.text.tokenization import Tokenizer
 from worker_service.speculation import drafter
-
-MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
-"""Tokens of `agent_server`'s model beside single bytes."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -87,24 +84,9 @@ def tiny_server(tiny_model_directory: Path) -> Iterator[LocalServer]:
 
 
 @pytest.fixture(scope="session")
-def agent_server(byte_tokenizer_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
-    """Both services with a model whose chat template has thinking and tools, and a context of 2,048 tokens.
-
-    Whitespace is unlikely, because a form lets any model write much of it, and so is the start of thinking.
-    """
-    directory = tmp_path_factory.mktemp("agent")
-    tokenizer = write_marked_tokenizer(directory / "tokenizer", byte_tokenizer_directory, MARKS, HERMES)
-    unlikely = [tokenizer(text).input_ids[-1] for text in (*" \t\n\r<", MARKS[0])]
-    sizes = {"vocab_size": 259 + len(MARKS), "max_position_embeddings": 2048}
-    write_tiny_llama(directory / "tiny-agent", directory / "tokenizer", unlikely=unlikely, **sizes)
-    with LocalServer(
-        str(directory / "tiny-agent"),
-        worker_arguments=[
-            *("--num-gpu-blocks-override", "256", "--block-size", "8", "--threads", "1", "--swap-space", "0"),
-            "--forms",
-        ],
-        scheduler_arguments=["--check-invariants"],
-    ) as server:
+def agent_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
+    """Both services with a model whose chat template has thinking and tools."""
+    with serve_agent(tmp_path_factory.mktemp("agent")) as server:
         yield server
 
 

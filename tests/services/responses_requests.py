@@ -14,6 +14,7 @@ _KINDS = {
 NAMES = set(Response.model_fields) - {
     *("access_programs", "conversation", "image", "input_transformations", "moderation", "prompt", "tool_usage"),
     *("prompt_cache_diagnostics", "prompt_cache_options", "prompt_cache_retention"),
+    *("usage", "user", "safety_identifier", "prompt_cache_key"),  # which are no null in OpenAI's schema
 }
 """The fields of a response that every answer has."""
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import socket
 import ssl
 from collections.abc import AsyncIterator
@@ -241,3 +242,38 @@ async def test_renewed_certificates_and_a_renewed_authority_hold_from_the_next_c
             assert await status(url, clients[0]) == 0
             async with session.get(f"{url}/health", ssl=context) as answer:  # its connection goes on
                 assert answer.status == 200
+
+
+SMUGGLED = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+FRAMINGS = [
+    *(b"Content-Length: 0\r\nTransfer-Encoding: chunked", b"Transfer-Encoding: chunked\r\nContent-Length: 0"),
+    *(
+        b"Content-Length: 0\r\nContent-Length: 34",
+        b"Content-Length: 0, 34",
+        b"Content-Length: +0",
+        b"Content-Length: -1",
+    ),
+    *(b"Content-Length: 0x0", b"Content-Length: 0_0", b"Content-Length : 0", b"Content-Length: \xd9\xa0"),
+    *(b"Transfer-Encoding: xchunked", b"Transfer-Encoding: chunked, identity", b"Transfer-Encoding : chunked"),
+    *(b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity", b"Transfer-Encoding: \x0bchunked"),
+    *(b"Transfer-Encoding: chunked, chunked", b"X: a\x00b", b"X: a\rTransfer-Encoding: chunked", b"X\xa0: a"),
+]
+CHUNKS = [b"0x0", b"+0", b"-1", b"0_0", b" 0", b"0 ;a", b"0;a\nb", b"0\n", b"", b"g", b"1\r\nab"]
+"""Sizes of a chunk that some parsers read in another way, and a chunk that is longer than it says."""
+
+
+@pytest.mark.parametrize("method", [b"POST", b"GET"])
+async def test_a_request_whose_length_can_be_read_in_two_ways_is_refused_and_hides_no_other(method: bytes) -> None:
+    begun = method + b" /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    body = b"\r\n\r\n0\r\n\r\n"
+    chunked = [b"Transfer-Encoding: chunked\r\n\r\n" + size + b"\r\n\r\n" for size in CHUNKS]
+    async with asyncio.timeout(60), server(receive_seconds=0.5) as url:
+
+        async def statuses(framing: bytes) -> list[bytes]:
+            async with connection(url) as (reader, writer):
+                writer.write(begun + framing + SMUGGLED)
+                return re.findall(rb"HTTP/1\.[01] (\d+)", await reader.read())
+
+        assert len(await statuses(b"Content-Length: 5" + body)) == 2
+        found = {framing: await statuses(framing) for framing in [*(one + body for one in FRAMINGS), *chunked]}
+    assert {tuple(answers) for answers in found.values()} == {(b"400",)}, found

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-URL, MODEL = os.environ["PAGEWIRE_URL"], os.environ["PAGEWIRE_MODEL"]
+URL, MODEL = os.environ.get("PAGEWIRE_URL", ""), os.environ.get("PAGEWIRE_MODEL", "")
 QUESTION, REPORT = "What is the weather in Paris?", "18 degrees and sunny"
 USER: Any = {"role": "user", "content": QUESTION}
 CITY = {"type": "string", "maxLength": 12}

@@ -14,9 +14,9 @@ from worker_service.execution.sampling.form_tokenizer import form_tokenizer
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_end|>", "[INST]", "<｜end▁of▁text｜>"]
 NOT_SPECIAL = ["<tool_call>", "</think>", "<0>"]
-"""Added tokens that llguidance takes for special ones, by their brackets."""
+"""Added tokens that are text, and that llguidance by itself takes for special ones, by their brackets."""
 ORDINARY = ["    ", "Ahoi"]
-"""Added tokens that are text."""
+"""Other added tokens that are text."""
 SPARE = 7
 """Token ids behind the tokenizer's last, as a network may have."""
 CHARACTERS = [chr(code) for code in range(33, 127)]
@@ -117,7 +117,7 @@ def written(follower: Follower, grammar: str, ends: list[int], text: str) -> lis
 def test_text_that_spells_a_token_is_written_with_ordinary_ones(
     follower: Follower, tokenizer: Tokenizer, ends: list[int], token: str, around: str
 ) -> None:
-    not_text = {tokenizer.token_to_id(special) for special in [*SPECIAL, *NOT_SPECIAL]}
+    not_text = {tokenizer.token_to_id(special) for special in SPECIAL}
     for grammar, text in forms(around.format(token)):
         token_ids = written(follower, grammar, ends, text)
         assert not_text.isdisjoint(token_ids)
@@ -125,7 +125,7 @@ def test_text_that_spells_a_token_is_written_with_ordinary_ones(
 
 
 def test_a_grammar_has_special_tokens_by_their_names(follower: Follower, tokenizer: Tokenizer, ends: list[int]) -> None:
-    for token in ("<tool_call>", "<|im_end|>", "<s>"):
+    for token in ("<|im_end|>", "<s>"):
         grammar = LLMatcher.grammar_from_lark(f'start: {token} "a"')
         mask = mask_of(follower, Work(1, grammar, [], samples=True))
         assert [number for number in range(8 * len(mask)) if mask[number // 8] >> number % 8 & 1] == [
@@ -143,4 +143,14 @@ def test_every_token_has_the_bytes_that_llguidance_reads_of_the_file(
     assert ours.vocab_size == theirs.vocab_size == size
     for token_id in range(size):
         assert ours.decode_bytes([token_id]) == theirs.decode_bytes([token_id])
-        assert ours.is_special_token(token_id) == theirs.is_special_token(token_id)
+        is_text = tokenizer.id_to_token(token_id) in NOT_SPECIAL
+        assert ours.is_special_token(token_id) == (theirs.is_special_token(token_id) and not is_text)
+
+
+def test_a_token_that_the_file_does_not_call_special_is_text(follower: Follower, tokenizer: Tokenizer) -> None:
+    """So a grammar of tool calls allows the token with which the model begins a call."""
+    for token in NOT_SPECIAL:
+        mask = mask_of(follower, Work(2, LLMatcher.grammar_from_lark(f'start: "{token}" /[ab]/'), [], samples=True))
+        number = tokenizer.token_to_id(token)
+        assert mask[number // 8] >> number % 8 & 1
+        follower.forget(2)

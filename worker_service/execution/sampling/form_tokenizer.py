@@ -2,7 +2,12 @@
 
 If only one continuation is allowed, llguidance encodes it and allows its first token. The model's own tokenizer would
 encode `<|im_end|>` in a choice as the special token, and might normalise text. This tokenizer checks that the tokens
-spell the text, and otherwise splits the text into other tokens. A grammar can still name special tokens."""
+spell the text, and otherwise splits the text into other tokens. A grammar can still name special tokens.
+
+llguidance counts every added token in angle brackets as special, and so keeps it out of text. A token such as
+`<tool_call>`, which the tokenizer's file does not call special, is text here: the model writes its calls with it."""
+
+import json
 
 from llguidance import LLTokenizer
 
@@ -13,21 +18,23 @@ _SPECIAL = b"\xff"
 def form_tokenizer(tokenizer_json: str, vocabulary_size: int, ends: list[int]) -> LLTokenizer:
     """ends: ids of end-of-sequence tokens. Raises exceptions of llguidance's own types."""
     model = LLTokenizer(tokenizer_json, n_vocab=vocabulary_size, eos_token=ends, slices=[])
-    return LLTokenizer(_PlainTokenizer(model), eos_token=ends)  # type: ignore[arg-type]
+    added = json.loads(tokenizer_json).get("added_tokens") or ()
+    text_ids = frozenset(token["id"] for token in added if not token["special"]).difference(ends)
+    return LLTokenizer(_PlainTokenizer(model, text_ids), eos_token=ends)  # type: ignore[arg-type]
 
 
 class _PlainTokenizer:
-    """Has the attributes that llguidance requires of tokenizers written in Python."""
+    """Has the attributes that llguidance requires of tokenizers written in Python. `text_ids`: tokens that are text."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(self, model: LLTokenizer) -> None:
+    def __init__(self, model: LLTokenizer, text_ids: frozenset[int]) -> None:
         self._model = model
         self.eos_token_id = model.eos_token
         token_ids = range(model.vocab_size)
-        self.special_token_ids = [token_id for token_id in token_ids if model.is_special_token(token_id)]
-        special = frozenset(self.special_token_ids)
+        special = frozenset(token_id for token_id in token_ids if model.is_special_token(token_id)) - text_ids
+        self.special_token_ids = sorted(special)
         self.tokens = [_bytes(model, token_id, token_id in special) for token_id in token_ids]
 
     def __call__(self, text: str) -> list[int]:

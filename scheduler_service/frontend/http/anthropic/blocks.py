@@ -12,6 +12,8 @@ from scheduler_service.frontend.http.openai.chat_choice import new_call_id
 SIGNATURE = "pagewire"
 """The signature of thinking. Clients send only thinking with a signature back, and the server checks no signature."""
 _TEXTS = {Reasoning: ("thinking", "thinking_delta"), Content: ("text", "text_delta")}
+_MORE: dict[str, dict[str, Any]] = {"thinking": {"signature": ""}, "text": {"citations": None}}
+"""Members of a block beside its text."""
 
 
 @dataclass(slots=True)
@@ -38,14 +40,14 @@ class Blocks:
                 case Reasoning(text) | Content(text):
                     kind, delta = _TEXTS[type(event)]
                     if self._open != kind:
-                        signature = {"signature": ""} if kind == "thinking" else {}
-                        found += self._begin({"type": kind, kind: ""} | signature)
+                        found += self._begin({"type": kind, kind: ""} | _MORE[kind])
                     if kind == "text" or self.shows_thinking:
                         found.append(self._delta({"type": delta, kind: text}))
                 case CallStarted(index, name, call_id):
                     self.num_calls += 1
                     call_id = call_id or new_call_id("toolu_", self.base, f"{index:05x}", self.call_id)
-                    found += self._begin({"type": "tool_use", "id": call_id, "name": name, "input": {}})
+                    call = {"id": call_id, "name": name, "input": {}, "caller": {"type": "direct"}}
+                    found += self._begin({"type": "tool_use"} | call)
                 case CallArguments(_, text):
                     found.append(self._delta({"type": "input_json_delta", "partial_json": text}))
                 case _:

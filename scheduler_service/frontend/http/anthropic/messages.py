@@ -24,6 +24,9 @@ from scheduler_service.frontend.http.writing import answer_in_parts, begin_event
 from scheduler_service.frontend.link.engine_call import EngineCall
 from scheduler_service.frontend.model import ServedModel
 
+NOT_ENDED = dict.fromkeys(("stop_reason", "stop_sequence", "stop_details", "container"))
+"""The end of a message that has not ended. Anthropic's schema requires all members."""
+
 
 async def messages(call: Call) -> web.StreamResponse:
     fields = await call.fields(MessagesFields)
@@ -51,7 +54,7 @@ class _Message:
         self._base = uuid.uuid4().hex
         self._blocks = Blocks(self._base)
         self._num_prompt_tokens = self._num_cached = self._num_tokens = self._num_thinking = 0
-        self._ended: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
+        self._ended: dict[str, Any] = {}
         self._response: web.StreamResponse | None = None
 
     async def answer(self) -> web.StreamResponse:
@@ -90,10 +93,10 @@ class _Message:
             events = self._add(delta)
             if self._response is None:
                 self._response = await begin_events(self._call.request)
-                started = self._head() | {"content": [], "stop_reason": None, "stop_sequence": None}
+                started = self._head() | {"content": [], **NOT_ENDED}
                 await self._send([{"type": "message_start", "message": started}])
             await self._send(events)
-        ended = {"type": "message_delta", "delta": self._ended, "usage": self._usage()}
+        ended = {"type": "message_delta", "delta": NOT_ENDED | self._ended, "usage": self._usage()}
         return await self._done([ended, {"type": "message_stop"}])
 
     async def _failed(self, error: HttpError) -> web.StreamResponse:
@@ -139,7 +142,8 @@ class _Message:
         """The message without its content."""
         name = self._fields.model or self._model.name
         head = {"id": f"msg_{self._base}", "type": "message", "role": "assistant", "model": name}
-        return head | self._ended | {"usage": self._usage() | {"service_tier": "standard"}}
+        usage = self._usage() | {"service_tier": "standard", "cache_creation": None, "inference_geo": None}
+        return head | NOT_ENDED | self._ended | {"usage": usage}
 
     def _usage(self) -> dict[str, Any]:
         return {
@@ -148,4 +152,5 @@ class _Message:
             "cache_read_input_tokens": self._num_cached,
             "output_tokens": self._num_tokens,
             "output_tokens_details": {"thinking_tokens": self._num_thinking},
+            "server_tool_use": None,
         }

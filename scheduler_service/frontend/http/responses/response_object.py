@@ -39,8 +39,7 @@ class ResponseObject:
             "incomplete_details": {"reason": "max_output_tokens"} if self.status == "incomplete" else None,
             "completed_at": int(time.time()) if self.status == "completed" else None,
             "store": self.is_stored,
-            "usage": usage,
-        }
+        } | ({"usage": usage} if usage else {})
         return f"{self._asked[:-1]}, {json.dumps(found)[1:-1]}, "
 
 
@@ -58,6 +57,7 @@ def _asked(response_id: str, name: str, fields: ResponseFields, defaults: Genera
     """The members that repeat the request."""
     reasoning, text = fields.reasoning, fields.text
     tools = read_tools(fields)
+    names = {name: getattr(fields, name) for name in ("user", "safety_identifier", "prompt_cache_key")}
     return {
         "id": response_id,
         "object": "response",
@@ -78,22 +78,15 @@ def _asked(response_id: str, name: str, fields: ResponseFields, defaults: Genera
         "top_p": defaults.top_p if fields.top_p is None else fields.top_p,
         "top_logprobs": fields.top_logprobs or 0,
         "metadata": fields.metadata or {},
-        "user": fields.user,
-        "safety_identifier": fields.safety_identifier,
-        "prompt_cache_key": fields.prompt_cache_key,
         "truncation": "disabled",
         "service_tier": "default",
         "background": False,
-    }
+    } | {name: value for name, value in names.items() if value is not None}  # OpenAI's schema has no null for them
 
 
 def _format(given: Format | None) -> dict[str, Any]:
     if given is None or given.type != "json_schema":
         return {"type": given.type if given else "text"}
-    return {
-        "type": "json_schema",
-        "name": given.name or "answer",
-        "description": given.description,
-        "schema": given.schema_,
-        "strict": given.strict is True,
-    }
+    described = {} if given.description is None else {"description": given.description}
+    shown = {"type": "json_schema", "name": given.name or "answer", **described}
+    return shown | {"schema": given.schema_, "strict": given.strict is True}
