@@ -16,11 +16,11 @@ setup: serving $(VENV)/installed
 # The serving packages are installed first. A demo needs only these, which take a third of the time.
 serving: $(VENV)/serving $(VENV)/generated $(VENV)/kernels
 
-$(VENV)/serving: pyproject.toml constraints.txt
+$(VENV)/serving: pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=…")'
 	@echo "Installing what serves into $(VENV)."
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) $$($(BIN)/python deploy/torch_index.py) -e '.[scheduler,worker,client,proto]'
+	$(PIP) $$($(BIN)/python deploy/torch_index.py) -e '.[proto]'
 	@touch $@
 
 $(VENV)/installed: $(VENV)/serving
@@ -42,21 +42,21 @@ $(VENV)/generated: $(VENV)/serving $(PROTOS)
 	@touch $@
 
 demo: serving
-	$(BIN)/python -m pagewire_client generate --chat "What is the capital of France? Answer in one sentence."
-	@echo "OpenAI's HTTP API: $(BIN)/python -m pagewire_client serve"
+	$(BIN)/pagewire generate --chat "What is the capital of France? Answer in one sentence."
+	@echo "OpenAI's HTTP API: $(BIN)/pagewire serve"
 
 # MODELS: a folder with all-minilm-l6-v2 (makes vectors) and reranker (a cross-encoder).
 DOCUMENTS := "Paris is the capital of France." "Berlin is the capital of Germany." "France has good cheese."
 demo-embed: serving
-	$(BIN)/python -m pagewire_client score --model $(MODELS)/all-minilm-l6-v2 "What is the capital of France?" $(DOCUMENTS)
-	$(BIN)/python -m pagewire_client score --model $(MODELS)/reranker --pair-format "Query: {query} Sentence: {document}" \
+	$(BIN)/pagewire score --model $(MODELS)/all-minilm-l6-v2 "What is the capital of France?" $(DOCUMENTS)
+	$(BIN)/pagewire score --model $(MODELS)/reranker --pair-format "Query: {query} Sentence: {document}" \
 	  "What is the capital of France?" $(DOCUMENTS)
-	$(BIN)/python -m pagewire_client embed --model $(MODELS)/all-minilm-l6-v2 "Paris" | cut -c 1-72
+	$(BIN)/pagewire embed --model $(MODELS)/all-minilm-l6-v2 "Paris" | cut -c 1-72
 
 # MODELS: a folder with whisper-tiny. SOUND: a sound file.
 SOUND ?= $(MODELS)/whisper-tiny/a13.wav
 demo-transcribe: serving
-	$(BIN)/python -m pagewire_client transcribe --model $(MODELS)/whisper-tiny $(SOUND)
+	$(BIN)/pagewire transcribe --model $(MODELS)/whisper-tiny $(SOUND)
 
 # One process per core: on two cores, three processes took as long as two.
 test: setup

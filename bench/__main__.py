@@ -78,15 +78,15 @@ BENCHES = {
 """Each benchmark's module, whose main() is called, and what it measures. bench/README.md has more details."""
 
 
-def main() -> None:
+def main(program: str = "python -m bench") -> None:
     name, *options = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         rows = "\n".join(f"  {name:16}{measures}" for name, (_, measures) in BENCHES.items())
-        sys.stdout.write(f"python -m bench NAME [options]; NAME --help has the options.\n\n{rows}\n")
+        sys.stdout.write(f"{program} NAME [options]; NAME --help has the options.\n\n{rows}\n")
         return
     if name not in BENCHES:
-        sys.exit(f"bench: {name!r} is no benchmark; there are {', '.join(BENCHES)}")
-    sys.argv = [f"bench {name}", *options]
+        sys.exit(f"{program}: {name!r} is no benchmark; there are {', '.join(BENCHES)}")
+    sys.argv = [f"{program} {name}", *options]
     import_module(BENCHES[name][0]).main()
 
 

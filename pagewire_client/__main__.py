@@ -1,4 +1,4 @@
-"""`python -m pagewire_client`: run a command against a server, or against one that the command starts."""
+"""Run a command by a server: the target, the one that runs at the default port, or one that the command starts."""
 
 import argparse
 import asyncio
@@ -13,7 +13,8 @@ import grpc
 from pagewire_client.cli.flag_values import access
 from pagewire_client.cli.generation import chat, generate
 from pagewire_client.cli.operators import adapters, drain, new_key, requests, reset_prefix_cache
-from pagewire_client.cli.parser import parse_arguments
+from pagewire_client.cli.parser import PROGRAM, parse_arguments
+from pagewire_client.cli.running import find_server
 from pagewire_client.cli.serve import serve
 from pagewire_client.cli.texts import embed, score, transcribe
 from pagewire_client.cli.watch import watch
@@ -46,9 +47,9 @@ def run(arguments: argparse.Namespace, target: str) -> None:
             asyncio.run(drain(arguments, target))
 
 
-def main() -> None:
-    arguments = parse_arguments()
-    logging.basicConfig(format="%(name)s: %(message)s")
+def main(program: str = PROGRAM) -> None:
+    arguments = parse_arguments(program=program, find=find_server)
+    logging.basicConfig(format=f"{program}: %(message)s")
     logging.getLogger("pagewire_client").setLevel(logging.INFO)
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
@@ -74,9 +75,9 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     except (ServerError, ValueError, OSError) as error:
-        sys.exit(f"pagewire_client: {error}")
+        sys.exit(f"{program}: {error}")
     except grpc.aio.AioRpcError as error:
-        sys.exit(f"pagewire_client: {error.code().name}: {error.details()}")
+        sys.exit(f"{program}: {error.code().name}: {error.details()}")
     except KeyboardInterrupt:
         sys.exit(130)
 

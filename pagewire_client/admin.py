@@ -12,7 +12,7 @@ import grpc
 
 from pagewire.v1 import admin_service_pb2 as pb
 from pagewire.v1.admin_service_pb2_grpc import AdminServiceStub
-from pagewire_client.channel import OPERATORS_PORT, connect, direction, key_metadata
+from pagewire_client.channel import OPERATORS_PORT, connect, direction, key_metadata, say_if_silent
 from pagewire_client.retry import PASSING, Backoff
 
 T = TypeVar("T")
@@ -41,16 +41,19 @@ class Admin:
 
     def __init__(self, target: str, *, api_key: str = "", tls: Path | None = None) -> None:
         self._metadata = key_metadata(api_key)
+        self._target = target
         self._channel = connect(target, tls)
         self._explain = direction(target, tls, OPERATORS_PORT).explain
         self._stub = AdminServiceStub(self._channel)
 
     async def __aenter__(self) -> Self:
+        self._connecting = asyncio.create_task(say_if_silent(self._channel, self._target))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._connecting.cancel()
         await self._channel.close()
 
     async def _call(self, method: Callable[..., Awaitable[T]], request: Any) -> T:

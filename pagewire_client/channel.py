@@ -1,5 +1,8 @@
 """Opens channels for clients and authenticates calls."""
 
+import asyncio
+import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +13,10 @@ from pagewire_common.connection.misdirected import Direction
 from pagewire_common.connection.tls import TlsFolder
 from pagewire_common.start_error import StartError
 
+log = logging.getLogger("pagewire_client")
+
+SILENT_SECONDS = 2.0
+"""Seconds of a connection attempt after which the user is told of it."""
 CLIENTS_PORT = "clients call the scheduler's --listen, port 50051 by default"
 OPERATORS_PORT = "operators' commands call the scheduler's --admin-listen, port 50053 by default"
 OPTIONS = (
@@ -48,6 +55,15 @@ def connect(target: str, tls: Path | None = None) -> grpc.aio.Channel:
     except StartError as error:
         raise ValueError(str(error)) from None
     return open_channel(target, credentials, OPTIONS, may_use_proxy=True)
+
+
+async def say_if_silent(channel: grpc.aio.Channel, target: str, retry_for: float = 0.0) -> None:
+    """Connect, and log a line if nothing answers for SILENT_SECONDS. A refused connection has an error of its own."""
+    channel.get_state(try_to_connect=True)
+    await asyncio.sleep(SILENT_SECONDS)
+    if channel.get_state() is grpc.ChannelConnectivity.CONNECTING:
+        limit = f"; trying for {retry_for:g} s" if 0 < retry_for < math.inf else ""
+        log.info("%s does not answer yet%s", target, limit)
 
 
 def _check_target(target: str) -> None:

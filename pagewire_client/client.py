@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
-from pagewire_client.channel import CLIENTS_PORT, connect, direction, key_metadata
+from pagewire_client.channel import CLIENTS_PORT, connect, direction, key_metadata, say_if_silent
 from pagewire_client.embedding import Embedding
 from pagewire_client.prompts import Prompt, Sound, Text, set_prompt, to_chat
 from pagewire_client.resumable import ResumableStream
@@ -49,11 +49,13 @@ class Client:
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     async def __aenter__(self) -> Self:
+        self._connecting = asyncio.create_task(say_if_silent(self._channel, self._target, self._retry_for))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._connecting.cancel()
         await self.close()
 
     async def close(self) -> None:

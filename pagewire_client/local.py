@@ -130,7 +130,7 @@ class LocalServer:
             self.admin_target = str(scheduler.wait_for("admin listening", timeout)["address"])
             listening = scheduler.wait_for("listening", timeout)
             self.target = str(listening["address"])
-            self.http_url = f"http://{listening['http']}"
+            self.http_url = f"{'https' if 'tls' in listening else 'http'}://{listening['http']}"
             worker.wait_for("ready", timeout)
             scheduler.wait_for("ready", timeout)
         except BaseException:

@@ -133,9 +133,12 @@ _LOCKS = re.compile("(.*_)?(tls|identity|keys?)")
 
 
 def load_settings(cls: type[Settings], program: str, arguments: Sequence[str] | None = None) -> Settings:
-    """Read a service's settings. A bad setting ends the process with a sentence on stderr."""
+    """Read a service's settings. A first word that is no flag is the model. A bad setting ends the process with a
+    sentence on stderr."""
     cls.model_config["cli_prog_name"] = program
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if given and not given[0].startswith("-"):
+        given.insert(0, "--model")
     if "--version" in given:
         sys.stdout.write(f"{version_of(program)}\n")
         sys.exit(0)

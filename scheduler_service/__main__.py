@@ -1,4 +1,4 @@
-"""Run the scheduler service: python -m scheduler_service --help."""
+"""Run the scheduler service: pagewire scheduler --help."""
 
 import sys
 
@@ -11,8 +11,8 @@ from scheduler_service.settings import SchedulerSettings
 NAME = "scheduler_service"
 
 
-def main() -> None:
-    settings = load_settings(SchedulerSettings, NAME)
+def main(program: str = NAME) -> None:
+    settings = load_settings(SchedulerSettings, program)
     configure_logging(settings.log_level, settings.log_format)
     settings.log_old_names()
 
@@ -20,12 +20,12 @@ def main() -> None:
         from pagewire_common.serving.server import run
         from scheduler_service.server import serve
 
-        run(NAME, lambda: serve(settings, place, pipe))
+        run(program, lambda: serve(settings, place, pipe))
 
     try:
         sys.exit(keep(settings, run_engine))
     except StartError as error:
-        sys.exit(f"{NAME}: {error}")
+        sys.exit(f"{program}: {error}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Fit a cost model to a recording, for capacity plans: python -m scheduler_service.fit RECORDING OUT.json
+"""Fit a cost model to a recording, for capacity plans: pagewire fit RECORDING OUT.json
 
-OUT.json is the --cost-model of python -m scheduler_service.simulate. The last line of output is JSON.
+OUT.json is the --cost-model of pagewire simulate. The last line of output is JSON.
 """
 
 import argparse
@@ -17,17 +17,23 @@ from scheduler_service.recording.progress import with_progress
 from scheduler_service.recording.replayer import DifferenceError, Replayer
 from scheduler_service.simulation.fit import Fit, Measurements, fit
 
+PROGRAM = "scheduler_service.fit"
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="scheduler_service.fit", description=__doc__)
+
+def make_parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=program, description=__doc__)
     parser.add_argument("recording", type=Path, metavar="RECORDING", help="made by scheduler_service --record")
     parser.add_argument("out", type=Path, metavar="OUT.json", help="where the cost model goes")
     parser.add_argument("--worker", metavar="HOST:PORT", help="use only this worker's steps (default: all workers')")
-    return parser.parse_args(arguments)
+    return parser
 
 
-def main() -> None:
-    arguments = parse_arguments()
+def parse_arguments(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> argparse.Namespace:
+    return make_parser(program).parse_args(arguments)
+
+
+def main(program: str = PROGRAM) -> None:
+    arguments = parse_arguments(program=program)
     measurements = Measurements(arguments.worker)
     try:
         try:
@@ -36,14 +42,14 @@ def main() -> None:
         except RecordingError as error:
             if not measurements.steps:
                 raise
-            sys.stderr.write(f"scheduler_service.fit: {error}; fitted to the steps before\n")
+            sys.stderr.write(f"{program}: {error}; fitted to the steps before\n")
         result = fit(measurements.steps, measurements.config)
         result.fields.update(measurements.guesses.fields)
         arguments.out.write_text(json.dumps(result.fields, indent=2) + "\n")
     except (DifferenceError, ValueError) as error:
-        sys.exit(f"scheduler_service.fit: {error}")
+        sys.exit(f"{program}: {error}")
     except OSError as error:
-        sys.exit(f"scheduler_service.fit: {error.filename}: {error.strerror}")
+        sys.exit(f"{program}: {error.filename}: {error.strerror}")
     Console(file=sys.stdout).print(_table(result))
     report = {
         "steps": result.num_steps,

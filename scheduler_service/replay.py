@@ -1,6 +1,6 @@
 """Run the scheduler again from a recording, and check that every plan is equal, byte for byte.
 
-python -m scheduler_service --record FILE writes a recording. The last line of output is JSON.
+pagewire scheduler --record FILE writes a recording. The last line of output is JSON.
 """
 
 import argparse
@@ -24,9 +24,12 @@ exit status:
 """
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+PROGRAM = "scheduler_service.replay"
+
+
+def make_parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="scheduler_service.replay",
+        prog=program,
         description=__doc__,
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -35,11 +38,15 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--perfetto", type=Path, metavar="OUT.json", help="write a trace of workers and requests for ui.perfetto.dev"
     )
-    return parser.parse_args(arguments)
+    return parser
 
 
-def main() -> None:
-    arguments = parse_arguments()
+def parse_arguments(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> argparse.Namespace:
+    return make_parser(program).parse_args(arguments)
+
+
+def main(program: str = PROGRAM) -> None:
+    arguments = parse_arguments(program=program)
     began = time.perf_counter()
     replayer = Replayer()
     status, problem = 0, ""
@@ -59,7 +66,7 @@ def main() -> None:
     except OSError as error:
         status, problem = 2, f"{error.filename}: {error.strerror}"
     if problem:
-        sys.stderr.write(f"scheduler_service.replay: {problem}\n")
+        sys.stderr.write(f"{program}: {problem}\n")
     report = {
         "events": replayer.num_events,
         "steps": replayer.num_steps,

@@ -116,8 +116,9 @@ async def _run(
     http_listen: str | None,
 ) -> None:
     async def run_engine() -> None:
-        http = {} if http_listen is None else {"http": http_listen}
-        log.info("listening", address=await front_ends.wait_until_listening(), **http)
+        others = {"http": http_listen, "tls": settings.tls and str(settings.tls)}
+        given = {name: value for name, value in others.items() if value is not None}
+        log.info("listening", address=await front_ends.wait_until_listening(), **given)
         await engine.run()
 
     running = asyncio.create_task(run_engine())

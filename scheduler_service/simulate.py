@@ -1,4 +1,4 @@
-"""Plan capacity without a GPU: python -m scheduler_service.simulate --trace FILE.csv --workers 8
+"""Plan capacity without a GPU: pagewire simulate --trace FILE.csv --workers 8
 
 Prints latencies, throughput and utilisation of each policy side by side; the last line is JSON. --plot OUT.png draws
 latencies and queues.
@@ -25,14 +25,17 @@ from scheduler_service.simulation.summary import summarise
 from scheduler_service.simulation.trace import read_trace
 
 OLD_NAMES = {"policy": "scheduling_policy", "max_prefill_chunk": "long_prefill_token_threshold"}
+PROGRAM = "scheduler_service.simulate"
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="scheduler_service.simulate", description=__doc__)
+def make_parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=program, description=__doc__)
     parser.add_argument("--trace", type=Path, required=True, help="CSV: TIMESTAMP, ContextTokens, GeneratedTokens")
     parser.add_argument("--workers", type=_positive_int, default=1, help="simulated workers (default 1)")
     parser.add_argument("--cost-model", type=Path, help="JSON with the fields of CostModel")
-    parser.add_argument("--scheduling-policy", action="append", choices=POLICIES, help="may be repeated (default: all)")
+    parser.add_argument(
+        "--scheduling-policy", action="append", choices=list(POLICIES), help="may be repeated (default: all)"
+    )
     parser.add_argument("--preemption-mode", type=PreemptionMode, default=PreemptionMode.AUTO)
     parser.add_argument("--phase-rule", type=PhaseRule, default=PhaseRule.CHUNKED)
     parser.add_argument(
@@ -58,6 +61,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--plot", type=Path, metavar="OUT.png", help="draw time to first token, queue and running requests"
     )
+    return parser
+
+
+def parse_arguments(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> argparse.Namespace:
+    parser = make_parser(program)
     try:
         words, lines = renamed(sys.argv[1:] if arguments is None else arguments, OLD_NAMES)
     except ValueError as error:
@@ -105,9 +113,9 @@ def _priorities(text: str) -> dict[int, float]:
     return {_whole(priority): share for priority, share in _shares(text).items()}
 
 
-def main() -> None:
-    arguments = parse_arguments()
-    save = _import_plot(arguments.plot) if arguments.plot else None
+def main(program: str = PROGRAM) -> None:
+    arguments = parse_arguments(program=program)
+    save = _import_plot(arguments.plot, program) if arguments.plot else None
     try:
         arrivals = read_trace(arguments.trace, speedup=arguments.speedup, limit=arguments.limit)
         arrivals = deal(arrivals, arguments.tenants, arguments.priorities)
@@ -133,21 +141,21 @@ def main() -> None:
         if save:
             save(results, f"{arguments.trace.stem}, simulated workers: {arguments.workers:,}", arguments.plot)
     except (ValueError, OSError) as error:
-        sys.exit(f"scheduler_service.simulate: {error}")
+        sys.exit(f"{program}: {error}")
     Console(file=sys.stdout).print(_table(report))
     sys.stdout.write(json.dumps(report) + "\n")
 
 
-def _import_plot(path: Path) -> Callable[[Mapping[str, Result], str, Path], None]:
+def _import_plot(path: Path, program: str) -> Callable[[Mapping[str, Result], str, Path], None]:
     """Import the plotting module. Exits before the simulation if the figure cannot be drawn."""
     try:
         from scheduler_service.simulation.plot import check, save
     except ModuleNotFoundError:
-        sys.exit("scheduler_service.simulate: --plot needs matplotlib, which pip install -e '.[plot]' installs")
+        sys.exit(f"{program}: --plot needs matplotlib, which pip install -e '.[plot]' installs")
     try:
         check(path)
     except ValueError as error:
-        sys.exit(f"scheduler_service.simulate: {error}")
+        sys.exit(f"{program}: {error}")
     return save
 
 

@@ -11,7 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("bench", "deploy", "kernels", "pagewire_client", "pagewire_common", "scheduler_service", "worker_service")
+FOLDERS = (
+    "bench",
+    "deploy",
+    "kernels",
+    "pagewire_client",
+    "pagewire_command",
+    "pagewire_common",
+    "scheduler_service",
+    "worker_service",
+)
 
 MAX_WORDS = 35
 """Words of a sentence. The aim is 25; lists of names and formulas need more."""

@@ -19,6 +19,8 @@ from bench.__main__ import main as bench
 from pagewire.v1.inference_service_pb2 import SamplingParams
 from pagewire_client.cli.parser import parse_arguments as client_arguments
 from pagewire_client.cli.request_options import SAMPLING
+from pagewire_command import completion, doctor
+from pagewire_command.commands import COMMANDS as PAGEWIRE
 from pagewire_common.calls.request_limits import MAX_FIELDS
 from pagewire_common.sampling import (
     MAX_BAD_WORDS,
@@ -69,6 +71,7 @@ COMMANDS = {
     "simulate": [(simulate_arguments, [])],
     "replay": [(replay_arguments, [])],
     "fit": [(fit_arguments, [])],
+    "doctor": [(doctor.make_parser("doctor").parse_args, [])],
 }
 
 
@@ -82,7 +85,7 @@ PROGRAMS = [
     *((bench_arguments, [name]) for name in BENCHES),
     *((bench_arguments, ["pack", command]) for command in ("make", "join")),
 ]
-OTHERS_PROGRAMS = ("curl", "docker", "docker-compose", "git", "grpcurl", "kubectl", "pip")
+OTHERS_PROGRAMS = ("curl", "docker", "docker-compose", "git", "grpcurl", "kubectl", "pip", "uvx")
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -257,6 +260,8 @@ def test_every_command_that_a_page_names_is_there(page: Path) -> None:
     for text in code(page):
         for module in re.findall(r"python -m ([a-z_.]+)", text):
             assert find_spec(module) is not None, text
+        for name in re.findall(r"(?<!-n )\bpagewire ([a-z][a-z-]+)", text):
+            assert name in PAGEWIRE, text
         for name in re.findall(r"python -m bench ([a-z]\w*)", text):
             assert name in BENCHES, text
         for target in re.findall(r"(?:^|[ ;&])make ([a-z-]+)", text):
@@ -287,8 +292,10 @@ def test_every_old_name_is_in_the_table_of_old_names_with_its_new_name() -> None
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_of_a_command_is_in_the_page_of_flags(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     (table,) = re.findall(r"\n## Commands\n(.*)", (ROOT / "docs/flags.md").read_text(), re.DOTALL)
-    described = [row for row in table.splitlines() if f"_{command}" in row or f".{command}" in row]
+    others = tuple(f"| `pagewire {name}" for name in COMMANDS if name != "client")
+    described = [row for row in table.splitlines() if row.startswith(f"| `pagewire {command}")]
     if command == "client":
+        described = [row for row in table.splitlines() if row.startswith("| ") and not row.startswith(others)]
         described += re.findall(r"^\| `\w+` \| (`--.*?`)", (ROOT / "docs/sampling.md").read_text(), re.MULTILINE)
     assert flags_in("\n".join(described)) == options(capsys, COMMANDS[command])
 
@@ -315,3 +322,9 @@ def test_contracts_and_help_speak_of_no_persons(capsys: pytest.CaptureFixture[st
         texts.append(capsys.readouterr().out)
     for text in texts:
         assert persons_in(text) == []
+
+
+def test_every_command_has_a_parser_whose_flags_a_shell_completes() -> None:
+    (commands,) = (action for action in completion.every_parser()._actions if isinstance(action.choices, dict))
+    assert set(commands.choices) == set(PAGEWIRE)
+    assert "--quantization" in commands.choices["worker"].format_help()

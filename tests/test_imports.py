@@ -30,7 +30,14 @@ def test_no_import_makes_a_circle_or_leads_upward() -> None:
 def test_every_channel_is_made_where_proxies_are_decided_on() -> None:
     """gRPC and urllib by themselves send calls to this machine to a proxy of the environment."""
     root = Path(__file__).parents[1]
-    packages = ("bench", "pagewire_client", "pagewire_common", "scheduler_service", "worker_service")
+    packages = (
+        "bench",
+        "pagewire_client",
+        "pagewire_command",
+        "pagewire_common",
+        "scheduler_service",
+        "worker_service",
+    )
     makers = re.compile(r"grpc\.(aio\.)?(in)?secure_channel\(|\burlopen\(")
     files = (file for package in packages for file in (root / package).rglob("*.py"))
     found = {str(file.relative_to(root)) for file in files if makers.search(file.read_text())}

@@ -14,6 +14,7 @@ FOLDERS = (
     "deploy",
     "kernels",
     "pagewire_client",
+    "pagewire_command",
     "pagewire_common",
     "scheduler_service",
     "tests",
@@ -53,7 +54,15 @@ VISIBLE = {
     "LoraWeights": "the operands of that kernel",
 }
 """Names that clients, operators or files know. The value is the reason."""
-PACKAGES = ("bench", "kernels", "pagewire_client", "pagewire_common", "scheduler_service", "worker_service")
+PACKAGES = (
+    "bench",
+    "kernels",
+    "pagewire_client",
+    "pagewire_command",
+    "pagewire_common",
+    "scheduler_service",
+    "worker_service",
+)
 
 
 def words_to_avoid() -> set[str]:

@@ -1,4 +1,4 @@
-"""`python -m worker_service` runs a worker."""
+"""Run a worker: pagewire worker --help."""
 
 import os
 import sys
@@ -16,15 +16,15 @@ from worker_service.serving.server import serve
 from worker_service.settings import WorkerSettings
 
 
-def main() -> None:
-    settings = load_settings(WorkerSettings, "worker_service")
+def main(program: str = "worker_service") -> None:
+    settings = load_settings(WorkerSettings, program)
     configure_logging(settings.log_level, settings.log_format)
     if not is_rank():
         settings.log_old_names()
     if settings.tensor_parallel_size == 1:
-        run("worker_service", lambda: serve(settings))
+        run(program, lambda: serve(settings))
     elif is_rank():
-        run("worker_service", lambda: run_rank(settings))
+        run(program, lambda: run_rank(settings))
     else:
         from worker_service.serving.launcher import launch  # the launcher imports torch
 

@@ -38,6 +38,13 @@ def access(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"api_key": arguments.api_key, "tls": arguments.tls}
 
 
+def take_credentials(arguments: argparse.Namespace) -> None:
+    """Set the key and the folder of certificates for a running server. `--tls` precedes the environment."""
+    if arguments.tls is None and (text := client_setting("TLS")):
+        arguments.tls = folder(text)
+    arguments.api_key = client_setting("API_KEY") or ""
+
+
 def given(text: str) -> str:
     """Raises ArgumentTypeError for an empty text, for example from `--target "$UNSET"`."""
     if not text:

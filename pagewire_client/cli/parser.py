@@ -1,20 +1,65 @@
 """The flags of all commands."""
 
 import argparse
+from collections.abc import Callable
 
-from pagewire_client.cli.flag_values import client_setting, folder, from_environment, given, seconds
+from pagewire_client.cli.flag_values import folder, from_environment, given, seconds, take_credentials
 from pagewire_client.cli.operator_options import add_operators_commands
 from pagewire_client.cli.request_options import request_parser, sampling_params, sampling_parser
-from pagewire_client.cli.serve_options import add_serve, http_listen
-from pagewire_client.cli.text_options import add_texts
+from pagewire_client.cli.running import DEFAULT_TARGET
+from pagewire_client.cli.serve_options import add_model, add_serve, http_listen, one_model
+from pagewire_client.cli.texts import add_texts
 from pagewire_client.client import RETRY_SECONDS
 from pagewire_common.version import version_of
 
-DESCRIPTION = """The command line: generate, chat, embed and score, against a server or one of its own; serve OpenAI's
-HTTP API; watch a cluster and drain its workers."""
+DESCRIPTION = """Generate, chat, embed, score and transcribe, by a running server or by one that the command
+starts; serve a model; watch a cluster and drain its workers."""
+
+PROGRAM = "pagewire_client"
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments(
+    arguments: list[str] | None = None,
+    program: str = PROGRAM,
+    find: Callable[[argparse.Namespace], None] | None = None,
+) -> argparse.Namespace:
+    """`find`: called for a command without a --target; may set `target` and its credentials."""
+    parser = make_parser(program)
+    parsed = parser.parse_args(arguments)
+    try:
+        if parsed.command == "run":
+            parsed.command = "chat"
+        if parsed.command in ("generate", "chat"):
+            parsed.sampling = sampling_params(parsed)
+        if parsed.command in ("serve", "chat"):
+            parsed.model = one_model(parsed)
+        if parsed.command == "serve":
+            parsed.listen = http_listen(parsed)
+    except ValueError as error:
+        parser.error(str(error))
+    if getattr(parsed, "model", None) and parsed.target:
+        parser.error(
+            f"--model is for a server that the command starts, but the target {parsed.target} is a running server"
+        )
+    if parsed.command == "new-key":
+        return parsed
+    if parsed.target:
+        take_credentials(parsed)
+    elif find and parsed.command != "serve":
+        find(parsed)
+    if not parsed.target:  # the command's own server uses plain text and its own key, and is never restarted
+        parsed.tls, parsed.api_key, parsed.retry_for = None, from_environment("PAGEWIRE_API_KEY") or "", 0.0
+    return parsed
+
+
+def make_parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
+    parser.add_argument("--version", action="version", version=version_of(program))
+    add_commands(parser.add_subparsers(dest="command", required=True))
+    return parser
+
+
+def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     tls = argparse.ArgumentParser(add_help=False)
     tls.add_argument(
         "--tls",
@@ -29,9 +74,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="HOST:PORT",
         type=given,
         default=from_environment("PAGEWIRE_TARGET"),
-        help="a running scheduler service; without one, both services are started here for this command",
+        help=f"a running scheduler service (default: {DEFAULT_TARGET} if a server answers there; else both services "
+        "are started here for this command)",
     )
-    server.add_argument("--model", help='what to serve when no --target is given (default "default")')
+    server.add_argument("--model", help='the model, without a --target: see `pagewire serve` (default "default")')
     request = request_parser(server)
     common = sampling_parser(request)
     common.add_argument(
@@ -43,9 +89,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "(default %(default)g)",
     )
 
-    parser = argparse.ArgumentParser(prog="pagewire_client", description=DESCRIPTION)
-    parser.add_argument("--version", action="version", version=version_of("pagewire_client"))
-    commands = parser.add_subparsers(dest="command", required=True)
     generate = commands.add_parser("generate", parents=[common], help="continue a prompt")
     generate.add_argument("prompt", help="the prompt; - reads it from stdin")
     kinds = generate.add_mutually_exclusive_group()
@@ -58,38 +101,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="parse special tokens in the prompt, for prompts that have the chat template's format already",
     )
-    chat = commands.add_parser("chat", parents=[common], help="talk with the model; Ctrl-D ends")
+    chat = commands.add_parser("chat", aliases=["run"], parents=[common], help="talk with the model; Ctrl-D ends")
+    add_model(chat)
     chat.add_argument("--system", help="the system message")
     add_serve(commands)
     add_texts(commands, request)
     add_operators_commands(commands, tls)
-    parsed = parser.parse_args(arguments)
-    if parsed.command in ("generate", "chat"):
-        try:
-            parsed.sampling = sampling_params(parsed)
-        except ValueError as error:
-            parser.error(str(error))
-    if getattr(parsed, "model", None) and parsed.target:
-        parser.error(
-            f"--model is for a server that the command starts, but the target {parsed.target} is a running server"
-        )
-    if parsed.command != "new-key" and not parsed.target and parsed.command != "serve":
-        parsed.retry_for = 0.0  # the command's own server is never restarted
-    if parsed.command != "new-key":
-        _take_credentials(parsed)
-    if parsed.command == "serve":
-        try:
-            parsed.listen = http_listen(parsed)
-        except ValueError as error:
-            parser.error(str(error))
-    return parsed
-
-
-def _take_credentials(parsed: argparse.Namespace) -> None:
-    """Read the credentials from the environment. A command's own server uses plain text and its own key."""
-    if not parsed.target:
-        parsed.tls, parsed.api_key = None, from_environment("PAGEWIRE_API_KEY") or ""
-        return
-    if parsed.tls is None and (text := client_setting("TLS")):
-        parsed.tls = folder(text)
-    parsed.api_key = client_setting("API_KEY") or ""

@@ -1,18 +1,23 @@
-"""`pagewire_client serve`: a scheduler and a worker on this machine, with HTTP, until a signal arrives."""
+"""`pagewire serve`: a scheduler and a worker on this machine, with HTTP, until a signal arrives."""
 
 import argparse
 import asyncio
+import contextlib
+import socket
 import sys
 
 from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_client.cli.running import DEFAULT_TARGET
+from pagewire_client.cli.serve_options import DEFAULT_ADMIN_LISTEN
 from pagewire_client.client import Client
 from pagewire_client.local import LocalServer
+from pagewire_common.connection.address import split_address
 
 TRY_IT = """\
 OpenAI's API is at {url}/v1; gRPC at {target}; Ctrl-C ends both. Try:
 
 {try_it}
-
+{chat}
 """
 CHAT = """\
 curl {url}/v1/chat/completions -H 'content-type: application/json' \\
@@ -32,14 +37,32 @@ REACHED = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104  # the address
 def serve(arguments: argparse.Namespace) -> None:
     """Serve HTTP at `arguments.listen` until interrupted. Raises ServerError if a service does not start or ends."""
     sys.stderr.write("starting a scheduler and a worker …\n")
-    with LocalServer(arguments.model or "default", scheduler_arguments=["--http-listen", arguments.listen]) as server:
+    addresses = [
+        *("--http-listen", arguments.listen),
+        *("--listen", arguments.grpc_listen or _free(DEFAULT_TARGET)),
+        *("--admin-listen", arguments.admin_listen or _free(DEFAULT_ADMIN_LISTEN)),
+    ]
+    with LocalServer(arguments.model or "default", scheduler_arguments=addresses) as server:
         model = asyncio.run(_served_model(server.target, arguments.api_key))
-        host, _, port = server.http_url.removeprefix("http://").rpartition(":")
-        url = f"http://{REACHED.get(host, host)}:{port}"
+        scheme, _, address = server.http_url.partition("://")
+        host, _, port = address.rpartition(":")
+        url = f"{scheme}://{REACHED.get(host, host)}:{port}"
         example = next((EXAMPLES[task] for task in EXAMPLES if task in model.tasks), CHAT)
         try_it = example.format(url=url, model=model.name)
-        sys.stderr.write(TRY_IT.format(url=url, target=server.target, try_it=try_it))
+        target = "" if server.target == DEFAULT_TARGET else f" --target {server.target}"
+        chat = f"pagewire chat{target}\n" if model.has_chat_template else ""
+        sys.stderr.write(TRY_IT.format(url=url, target=server.target, try_it=try_it, chat=chat))
         server.wait()
+
+
+def _free(address: str) -> str:
+    """The address if nothing listens there, else a free port of this machine."""
+    host, port = split_address(address)
+    with socket.socket() as probe, contextlib.suppress(OSError):
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
+        return address
+    return f"{host}:0"
 
 
 async def _served_model(target: str, api_key: str) -> pb.GetModelResponse:

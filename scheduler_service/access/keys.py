@@ -4,7 +4,7 @@ The file contains only digests of keys, so a leaked file permits no calls.
 
     [[key]]
     id = "alice-laptop"             # shown in logs
-    sha256 = "9f86d081884c7d65…"    # digest of the key; `python -m pagewire_client new-key` creates key and digest
+    sha256 = "9f86d081884c7d65…"    # digest of the key; `pagewire new-key` creates key and digest
     tenant = "alice"                # owns the key's requests, cached prompts and fair share
     requests_per_minute = 600       # this and the following lines are optional
     tokens_per_minute = 100000      # tokens of prompts and outputs

@@ -18,7 +18,7 @@ def test_serve_says_what_to_try_and_ends_behind_an_answer_that_is_under_way(
     tiny_model_directory: Path, number: signal.Signals, status: int
 ) -> None:
     listen = free_address()
-    command = ["serve", "--model", str(tiny_model_directory), "--listen", listen]
+    command = ["serve", str(tiny_model_directory), "--listen", listen, "--grpc-listen", "127.0.0.1:0"]
     process = subprocess.Popen([sys.executable, "-m", "pagewire_client", *command], stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None

@@ -34,7 +34,7 @@ def check_room_for_weights(
         # While a weight is packed, plain and packed weight are both in memory. An embedding that is also the output
         # layer may stay in memory twice. The embedding is a large weight and may be in float32.
         num_bytes += max(sizes) * ops_for(device).wide_itemsize(dtype) // dtype.itemsize
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_host_bytes()
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
     if device.type == "cpu":
         num_bytes = sum(ranks.gather_numbers(num_bytes))
     if num_bytes > free:
@@ -73,7 +73,7 @@ def count_device_blocks(
     block_bytes = sum(ranks.gather_numbers(own_bytes))
     if settings.kv_cache_memory is not None:
         share = int(settings.kv_cache_memory * _GIB)
-        if device.type == "cpu" and share > (free := _free_host_bytes()):
+        if device.type == "cpu" and share > (free := free_host_bytes()):
             raise StartError(
                 f"--kv-cache-memory is {settings.kv_cache_memory:g}, and {free / _GIB:.2f} GiB of memory are free"
             )
@@ -81,7 +81,7 @@ def count_device_blocks(
     elif device.type == "cuda":
         count = _free_cuda_bytes(device, settings.gpu_memory_utilization) // own_bytes
     else:
-        count = min(_free_host_bytes() // _CPU_SHARE // block_bytes, settings.max_num_seqs * needed)
+        count = min(free_host_bytes() // _CPU_SHARE // block_bytes, settings.max_num_seqs * needed)
     count = min(ranks.gather_numbers(count))
     if count < (least := blocks_for(least_model_len)):
         raise StartError(_too_little(device, block_size, block_bytes, least_model_len, max(count, 0), least))
@@ -107,7 +107,7 @@ def _free_cuda_bytes(device: torch.device, utilization: float) -> int:
     return int(utilization * total) - others - torch.cuda.max_memory_allocated(device)
 
 
-def _free_host_bytes() -> int:
+def free_host_bytes() -> int:
     """Available bytes of the machine and of its control group, whichever are fewer."""
     available = int(psutil.virtual_memory().available)
     try:

@@ -1,0 +1,1 @@
+"""The command `pagewire`: every program of the project, and `doctor` and `completion`."""
