@@ -1,7 +1,7 @@
 """The served model: its limits, which the engine sends, and the settings in its files."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,9 @@ class ServedModel:
             "tools": "chat template" if has_tools else "system message",
         }
 
+    def with_limits(self, limits: ModelLimits) -> "ServedModel":
+        return replace(self, **_values(limits))
+
     @classmethod
     def load(
         cls, limits: ModelLimits, directory: Path, response_template: Mapping[str, Any] | None = None
@@ -111,7 +114,7 @@ class ServedModel:
         if defaults.stop and tokenizer is None:
             raise StartError(f"{generation.file} says stop_strings, and there is no tokenizer to find them with")
         return cls(
-            **{name: getattr(limits, name) for name in limits.DESCRIPTOR.fields_by_name},
+            **_values(limits),
             eos_token_ids=ends,
             tokenizer=tokenizer,
             similarity=sentences.similarity,
@@ -125,6 +128,10 @@ class ServedModel:
                 else None
             ),
         )
+
+
+def _values(limits: ModelLimits) -> dict[str, Any]:
+    return {name: getattr(limits, name) for name in limits.DESCRIPTOR.fields_by_name}
 
 
 def _decoder_start(config: Mapping[str, Any], generation: GenerationConfig) -> tuple[int, ...]:

@@ -137,7 +137,11 @@ def _say_ready() -> None:
 
 
 async def drain(link: EngineLink, server: GrpcServer, http: HttpServer, grace: float) -> None:
-    """Take no further connections, and end the streams that are open after `grace` seconds with DRAINED."""
+    """Take no further connections, and end the streams that are open after `grace` seconds with DRAINED: without an
+    engine at once.
+    """
+    if link.connection.is_held:
+        grace = 0.0
     log.info("front end drains", requests=len(link.requests.by_call), seconds=grace)
     ending = asyncio.get_running_loop().call_later(grace, link.requests.fail_all, DRAINED)
     await asyncio.gather(server.close(grace + END_SECONDS), http.close(grace + END_SECONDS))

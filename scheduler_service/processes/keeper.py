@@ -96,6 +96,7 @@ class Keeper:
         self._renewing: list[Slot] = []
         self._was_ready = False
         self._is_stopping = False
+        self._has_said_goodbye = False  # the engine, to its front ends
 
     def run(self) -> int:
         """Keep the processes until SIGTERM or SIGINT, or until the first engine cannot start. Returns the status."""
@@ -131,6 +132,8 @@ class Keeper:
         for descriptor, _ in poll.poll(timeout):
             if descriptor == signals:
                 self._take_signals(os.read(signals, 64))
+                if self._is_stopping and self._engine.child is None:  # it has ended, and waits to be started again
+                    return 0
                 continue
             slot, child = by_pipe[descriptor]
             status = child.read()
@@ -138,6 +141,7 @@ class Keeper:
                 self._was_ready |= child.is_ready
                 if status is not None and (status == 0 or self._is_stopping or not self._was_ready):
                     slot.child = None
+                    self._has_said_goodbye = status == 0 and child.is_ready
                     return 0 if self._is_stopping else status if status >= 0 else 1
             if status is not None:
                 self._note_end(slot, child, status)
@@ -185,10 +189,13 @@ class Keeper:
             slot.start(time.monotonic())
 
     def _stop(self) -> None:
-        """Wait for the front ends, which end when a working engine has said goodbye; then kill all children."""
+        """Wait for the front ends, which end at the engine's goodbye or else by RENEW; then kill all children."""
         if self._engine.child is not None:
             self._engine.child.signal(signal.SIGKILL)
         deadline, by_pipe = time.monotonic() + END_SECONDS * self._was_ready, self._children
+        for _, child in by_pipe.values():
+            if not self._has_said_goodbye:
+                child.signal(RENEW)
         while by_pipe:
             if (left := deadline - time.monotonic()) <= 0:
                 for _, child in by_pipe.values():

@@ -77,6 +77,22 @@ def test_a_signal_reaches_the_engine_and_ends_what_does_not_end(keep: Callable[.
     assert not logs
 
 
+def test_a_signal_between_two_engines_ends_the_scheduler(
+    keep: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next engine would start only after a minute."""
+    monkeypatch.setattr(keeper, "FIRST_PAUSE_SECONDS", 60.0)
+    monkeypatch.setattr(keeper, "LAST_PAUSE_SECONDS", 60.0)
+    end = keeper.Slot.end
+
+    def stop(slot: keeper.Slot, now: float) -> None:
+        end(slot, now)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(keeper.Slot, "end", stop)
+    assert keep(READY + "exit 1") == 0
+
+
 def test_front_ends_are_replaced_when_their_successors_are_ready(keep: Callable[..., int], tmp_path: Path) -> None:
     """The engine ends when two front ends have been told to drain."""
     os.mkfifo(tmp_path / "engine")

@@ -149,6 +149,24 @@ async def test_a_request_that_ends_engine_after_engine_ends_itself(
         assert error.value.code is grpc.StatusCode.INTERNAL
 
 
+async def test_a_request_goes_on_with_workers_of_another_size(byte_tokenizer_directory: Path) -> None:
+    """A worker that starts again may have fewer blocks."""
+    async with (
+        serving(FakeWorkerService(byte_tokenizer_directory, num_device_blocks=100)) as worker,
+        serving(FakeWorkerService(byte_tokenizer_directory, num_device_blocks=50)) as smaller,
+        engines() as one,
+    ):
+        await one.start(worker)
+        model = await one.link.model()
+        with EngineCall(one.link) as call:
+            await call.admit("call", 10)
+            state = await call.submit(request("call"), model)
+            await one.kill()
+            await one.start(smaller)
+            assert sum([len(delta.token_ids) async for delta in state.stream]) == 40
+        assert (await one.link.model()).pool_tokens == model.pool_tokens / 2
+
+
 async def test_an_engine_with_another_model_or_none_ends_the_front_end(
     byte_tokenizer_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -190,7 +190,8 @@ class EngineCall:
             reason = f"{MAX_ENGINES} engines have ended while this request was in flight"
             self._submission.state.stream.fail(RequestError(grpc.StatusCode.INTERNAL, reason))
             return
-        message = await _encode(self._submission._replace(supersedes=False), self._link)
+        model = self._link.loading.model or self._submission.model
+        message = await _encode(self._submission._replace(supersedes=False, model=model), self._link)
         if self.number in self._link.open_calls:  # not closed meanwhile
             queued = connection.question(self.number, restores=True, submit=message)
             queued.add_done_callback(self._restored)

@@ -25,7 +25,7 @@ class ModelLoading:
         self._loaded: asyncio.Future[ServedModel] = asyncio.get_running_loop().create_future()
         self._files: dict[str, bytearray] = {}
         self._digest = hashlib.sha256()  # of the files that the engine sends
-        self._begun = b""  # digest of files and limits of the model that is loaded
+        self._begun = b""  # digest of the fingerprint and the files of the model that is loaded
         self._loading: asyncio.Task[None] | None = None
 
     async def wait(self) -> ServedModel:
@@ -41,12 +41,16 @@ class ModelLoading:
             self._files.setdefault(part.name, bytearray()).extend(part.data)
 
     def begin(self, limits: pb.ModelLimits) -> bool:
-        """Load the model, once. Returns False if a model with other files or limits has been loaded before."""
-        self._digest.update(limits.SerializeToString(deterministic=True))
+        """Load the model, once; later, its limits may have changed with its workers. Returns False if a model with
+        another fingerprint or other files has been loaded before.
+        """
+        self._digest.update(limits.fingerprint.encode())
         described, self._digest = self._digest.digest(), hashlib.sha256()
         if not self.has_begun:
             self._begun = described
             self._loading = asyncio.create_task(self._load(limits))
+        elif described == self._begun and self.model is not None:
+            self.model = self.model.with_limits(limits)
         return described == self._begun
 
     def forget_files(self) -> None:
