@@ -77,7 +77,7 @@ STATUSES = {
     429: "the queue is full, or the key's quota is used up",
     500: "an error of the server; the log has the details",
     501: "the model does not support the route",
-    503: "no worker serves, the server stops, or bodies and answers in memory reach 256 MiB",
+    503: "no worker serves, the server stops, or bodies and answers in memory reach a limit",
 }
 EXAMPLES = {
     "harmony": "gpt-oss",

@@ -23,7 +23,7 @@ from scheduler_service.access.caller import caller
 from scheduler_service.frontend.http.call import Call
 from scheduler_service.frontend.http.cors import Origins
 from scheduler_service.frontend.http.errors import HttpError, refused_by
-from scheduler_service.frontend.http.limits import Held, Limits, Room
+from scheduler_service.frontend.http.limits import Held, Limits, Room, client_of
 from scheduler_service.frontend.http.port import Port
 from scheduler_service.frontend.http.routes import Api, find_api, find_route
 from scheduler_service.frontend.http.service import Metadata, Service
@@ -195,7 +195,7 @@ class HttpServer:
         path = request.rel_url.raw_path
         if (route := find_route(request.method, path)) is None:
             raise HttpError(404, "not_found", f"{request.method} {path}"[:MAX_SHOWN] + " is not served here")
-        with Held(self._room) as held:
+        with Held(self._room, client_of(caller.get(), request.remote or "")) as held:
             seconds, name = self._limits.receive_seconds, request[_NAME]
             answer = await route(Call(request, self._service, _trace(request), held, seconds, self._texts, name))
             if not isinstance(answer, web.Response):
