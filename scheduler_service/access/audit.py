@@ -18,6 +18,7 @@ import structlog
 
 from pagewire_common.calls.errors import Context, put_around
 from scheduler_service.access.caller import caller
+from scheduler_service.access.refusals import Refusals
 
 log = structlog.get_logger()
 
@@ -26,6 +27,12 @@ MAX_REFUSED = 20
 """Calls without a valid key that are logged in each period of `PERIOD_SECONDS`."""
 PERIOD_SECONDS = 10.0
 _HEALTH = "/grpc.health.v1.Health/"
+_REFUSED = (
+    *(grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.NOT_FOUND),
+    *(grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.ALREADY_EXISTS),
+    *(grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.CANCELLED),
+)
+"""Statuses of calls that count as refused. A call that its client left may not have been admitted yet."""
 
 
 @dataclass(slots=True)
@@ -88,10 +95,11 @@ class Lines:
 
 
 class Audit(grpc.aio.ServerInterceptor):
-    """The outermost interceptor of a gRPC server. Create it inside the event loop."""
+    """The outermost interceptor of a gRPC server, which also counts refused calls. Create it inside the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, refusals: Refusals | None = None) -> None:
         self._lines = Lines()
+        self._refusals = refusals or Refusals()
 
     async def intercept_service(
         self,
@@ -118,6 +126,8 @@ class Audit(grpc.aio.ServerInterceptor):
             raise
         finally:
             status = context.code() or status  # a code that is not set is None, despite its type
+            if status in _REFUSED:
+                self._refusals.count(caller.get(), time.monotonic())
             self._lines.write(
                 line,
                 has_key=status is not grpc.StatusCode.UNAUTHENTICATED,

@@ -180,6 +180,8 @@ class HttpServer:
             internal = HttpError(500, "internal_error", "internal error; the server's log has the details")
             return internal.response(api.error_body(internal, request_id))
         finally:
+            if 400 <= status < 500:
+                self._link.refusals.count(caller.get(), time.monotonic())
             shown = {"reason": reason} if reason else {}
             seconds = round(time.monotonic() - began, 6)
             peer = request.remote or ""
@@ -191,7 +193,8 @@ class HttpServer:
             values = request.headers.getall("Authorization", [])
             if not values:  # Anthropic's clients send the key in another header
                 values = [f"Bearer {key}" for key in request.headers.getall("X-Api-Key", [])]
-            caller.set(keyring.authenticate([("authorization", value) for value in values]))
+            caller.set(key := keyring.authenticate([("authorization", value) for value in values]))
+            self._link.refusals.check(key, time.monotonic())
         path = request.rel_url.raw_path
         if (route := find_route(request.method, path)) is None:
             raise HttpError(404, "not_found", f"{request.method} {path}"[:MAX_SHOWN] + " is not served here")
