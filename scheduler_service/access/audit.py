@@ -37,10 +37,14 @@ _REFUSED = (
 
 @dataclass(slots=True)
 class CallLine:
-    """The log line of one call. `is_written`: the call's method writes a more detailed line itself."""
+    """The log line of one call. `is_written`: the call's method writes a more detailed line itself.
+
+    `http_status`: over HTTP, a function that returns the HTTP status for the call's gRPC status.
+    """
 
     names: dict[str, str] = field(default_factory=dict)
     is_written: bool = False
+    http_status: Callable[[str], int] | None = None
 
 
 _line: ContextVar[CallLine | None] = ContextVar("line", default=None)
@@ -58,9 +62,16 @@ def leave_own_line() -> None:
         line.is_written = True
 
 
-def begin_line() -> CallLine:
+def statuses(name: str) -> dict[str, Any]:
+    """The status of the current call for a log line, by the name of its gRPC status."""
+    line = _line.get()
+    over_http = {} if line is None or line.http_status is None else {"http_status": line.http_status(name)}
+    return {"status": name} | over_http
+
+
+def begin_line(http_status: Callable[[str], int] | None = None) -> CallLine:
     """Begin the log line of a call in this context, and in the tasks that the call creates."""
-    line = CallLine()
+    line = CallLine(http_status=http_status)
     _line.set(line)
     return line
 
