@@ -60,7 +60,7 @@ NOTES = {
     "service_tier": "no effect",
     "store": "`true` is refused",
     "thinking_token_budget": "tokens of reasoning before the closing mark is forced",
-    "truncate_prompt_tokens": "keeps the last tokens of the prompt; -1: as many as fit",
+    "truncate_prompt_tokens": "keeps the last tokens; -1: as many as fit",
     "use_beam_search": "beams: the larger of `n` and `best_of`",
     "user": "no effect",
 }

@@ -101,6 +101,34 @@ async def test_normalize_and_truncate_are_those_of_our_own_protocol(server: tupl
     assert as_sent(found["data"][0]["embedding"]) == list(expected.vector)
 
 
+async def test_the_last_tokens_of_a_text_are_kept_where_asked(server: tuple[InProcess, str]) -> None:
+    """Special tokens around a text count, and are not cut."""
+    one, url = server
+    text, ids = "ab" * 20 + "cde" * 20, list(range(5, 70))
+    async with Client(one.target) as ours:
+        for given, kept, same in ((text, 5, text[-3:]), (text, -1, text[-64:]), (ids, 5, ids[-5:])):
+            (expected,) = await ours.embed([same])
+            status, found = await post(url, "/v1/embeddings", {"input": [given], "truncate_prompt_tokens": kept})
+            assert status == 200
+            assert as_sent(found["data"][0]["embedding"]) == list(expected.vector)
+        (cut,) = await ours.embed([ids], truncate_prompt_tokens=5)
+        assert cut.vector == expected.vector
+        assert await ours.score("xx wer", [text], truncate_prompt_tokens=5) == await ours.score("wer", [text[-3:]])
+        ((_, expected_score),) = await ours.score("wer", [text[-3:]])
+    for path, more in (
+        ("score", {"text_1": "xx wer", "text_2": text}),
+        ("rerank", {"query": "wer", "documents": [text]}),
+    ):
+        status, found = await post(url, f"/v1/{path}", more | {"truncate_prompt_tokens": 5})
+        (shown,) = found["data" if path == "score" else "results"]
+        assert shown["score" if path == "score" else "relevance_score"] == pytest.approx(expected_score)
+    for wrong in ({"truncate_prompt_tokens": 0}, {"truncate_prompt_tokens": 67}):
+        status, found = await post(url, "/v1/embeddings", {"input": "a"} | wrong)
+        assert (status, "must be at least 1 and at most 66" in found["error"]["message"]) == (400, True)
+    for wrong in ({"truncate": True, "truncate_prompt_tokens": 9}, {"truncate_prompt_tokens": 1}):
+        assert (await post(url, "/v1/embeddings", {"input": "a"} | wrong))[0] == 400
+
+
 async def test_documents_are_ranked_and_scored(server: tuple[InProcess, str]) -> None:
     one, url = server
     documents = ["a town", "an answer", "another", "a question"]
