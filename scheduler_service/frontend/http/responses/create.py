@@ -57,7 +57,12 @@ class _Creation:
             request = await self._request()
             name = fields.model or self._model.name
             self._response = ResponseObject(f"resp_{self._base}", name, fields, self._model.defaults)
-            self._output = OutputItems(self._base, request.syntax.call_id, is_streamed=fields.stream is True)
+            self._output = OutputItems(
+                self._base,
+                request.syntax.call_id,
+                is_streamed=fields.stream is True,
+                has_encrypted=fields.has_encrypted,
+            )
             async with call.service.chat(request, call.metadata) as deltas:
                 async for delta in deltas:
                     await self._add(delta)
