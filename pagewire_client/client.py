@@ -145,13 +145,14 @@ class Client:
         normalize: bool | None = None,
         dimensions: int = 0,
         truncate: bool = False,
+        truncate_prompt_tokens: int | None = None,
         tenant: str = "",
         lora_name: str = "",
         priority: int = 0,
         cache_salt: str = "",
     ) -> list[Embedding]:
         """The vectors of texts (strings or token ids), in order. `pooling` and `normalize` default to the model's
-        training."""
+        training. `truncate_prompt_tokens`: the last tokens of each text to keep."""
         found: list[Embedding] = []
         for start in range(0, len(texts), MAX_TEXTS):
             request = pb.EmbedRequest(
@@ -159,6 +160,7 @@ class Client:
                 normalize=normalize,
                 dimensions=dimensions,
                 truncate=truncate,
+                truncate_prompt_tokens=truncate_prompt_tokens,
                 tenant=tenant,
                 lora_name=lora_name,
                 priority=priority,
@@ -188,6 +190,7 @@ class Client:
         top_n: int = 0,
         pair_format: str = "",
         truncate: bool = False,
+        truncate_prompt_tokens: int | None = None,
         tenant: str = "",
         lora_name: str = "",
         priority: int = 0,
@@ -203,6 +206,7 @@ class Client:
             top_n=top_n,
             pair_format=pair_format,
             truncate=truncate,
+            truncate_prompt_tokens=truncate_prompt_tokens,
             tenant=tenant,
             lora_name=lora_name,
             priority=priority,

@@ -60,7 +60,7 @@ NOTES = {
     "service_tier": "no effect",
     "store": "`true` is refused",
     "thinking_token_budget": "tokens of reasoning before the closing mark is forced",
-    "truncate_prompt_tokens": "keeps the last tokens of the prompt; -1: as many as fit",
+    "truncate_prompt_tokens": "keeps the last tokens; -1: as many as fit",
     "use_beam_search": "beams: the larger of `n` and `best_of`",
     "user": "no effect",
 }
@@ -77,7 +77,7 @@ STATUSES = {
     429: "the queue is full, or the key's quota is used up",
     500: "an error of the server; the log has the details",
     501: "the model does not support the route",
-    503: "no worker serves, the server stops, or bodies and answers in memory reach 256 MiB",
+    503: "no worker serves, the server stops, or bodies and answers in memory reach a limit",
 }
 EXAMPLES = {
     "harmony": "gpt-oss",

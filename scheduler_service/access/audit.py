@@ -18,6 +18,7 @@ import structlog
 
 from pagewire_common.calls.errors import Context, put_around
 from scheduler_service.access.caller import caller
+from scheduler_service.access.refusals import Refusals
 
 log = structlog.get_logger()
 
@@ -26,14 +27,24 @@ MAX_REFUSED = 20
 """Calls without a valid key that are logged in each period of `PERIOD_SECONDS`."""
 PERIOD_SECONDS = 10.0
 _HEALTH = "/grpc.health.v1.Health/"
+_REFUSED = (
+    *(grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.NOT_FOUND),
+    *(grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.ALREADY_EXISTS),
+    *(grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.CANCELLED),
+)
+"""Statuses of calls that count as refused. A call that its client left may not have been admitted yet."""
 
 
 @dataclass(slots=True)
 class CallLine:
-    """The log line of one call. `is_written`: the call's method writes a more detailed line itself."""
+    """The log line of one call. `is_written`: the call's method writes a more detailed line itself.
+
+    `http_status`: over HTTP, a function that returns the HTTP status for the call's gRPC status.
+    """
 
     names: dict[str, str] = field(default_factory=dict)
     is_written: bool = False
+    http_status: Callable[[str], int] | None = None
 
 
 _line: ContextVar[CallLine | None] = ContextVar("line", default=None)
@@ -51,9 +62,16 @@ def leave_own_line() -> None:
         line.is_written = True
 
 
-def begin_line() -> CallLine:
+def statuses(name: str) -> dict[str, Any]:
+    """The status of the current call for a log line, by the name of its gRPC status."""
+    line = _line.get()
+    over_http = {} if line is None or line.http_status is None else {"http_status": line.http_status(name)}
+    return {"status": name} | over_http
+
+
+def begin_line(http_status: Callable[[str], int] | None = None) -> CallLine:
     """Begin the log line of a call in this context, and in the tasks that the call creates."""
-    line = CallLine()
+    line = CallLine(http_status=http_status)
     _line.set(line)
     return line
 
@@ -88,10 +106,11 @@ class Lines:
 
 
 class Audit(grpc.aio.ServerInterceptor):
-    """The outermost interceptor of a gRPC server. Create it inside the event loop."""
+    """The outermost interceptor of a gRPC server, which also counts refused calls. Create it inside the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, refusals: Refusals | None = None) -> None:
         self._lines = Lines()
+        self._refusals = refusals or Refusals()
 
     async def intercept_service(
         self,
@@ -118,6 +137,8 @@ class Audit(grpc.aio.ServerInterceptor):
             raise
         finally:
             status = context.code() or status  # a code that is not set is None, despite its type
+            if status in _REFUSED:
+                self._refusals.count(caller.get(), time.monotonic())
             self._lines.write(
                 line,
                 has_key=status is not grpc.StatusCode.UNAUTHENTICATED,

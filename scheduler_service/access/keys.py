@@ -39,7 +39,7 @@ _SCHEME = "bearer "
 _START = 8
 
 _Name = Annotated[str, Field(max_length=MAX_NAME, pattern=r"^[\w.@:-]*$")]
-_PerMinute = Annotated[int, Field(ge=1)]
+_PerMinute = Annotated[int, Field(ge=1, lt=1 << 63)]
 
 
 class _Entry(BaseModel):
@@ -141,7 +141,7 @@ class Keyring:
         return key
 
     def encode(self) -> pb.Keys:
-        """Encode ids, digests, tenants, models and adapters of all keys for front ends."""
+        """Encode what front ends need to know of all keys."""
         return pb.Keys(
             keys=[
                 pb.Key(
@@ -150,6 +150,7 @@ class Keyring:
                     tenant=key.tenant,
                     models=None if key.models is None else pb.Names(names=sorted(key.models)),
                     adapters=None if key.adapters is None else pb.Names(names=sorted(key.adapters)),
+                    requests_per_minute=key.requests_per_minute,
                 )
                 for key in self.by_id.values()
             ]
@@ -164,6 +165,7 @@ class Keyring:
                 tenant=key.tenant,
                 models=frozenset(key.models.names) if key.HasField("models") else None,
                 adapters=frozenset(key.adapters.names) if key.HasField("adapters") else None,
+                requests_per_minute=key.requests_per_minute if key.HasField("requests_per_minute") else None,
             )
             for key in keys.keys
         )

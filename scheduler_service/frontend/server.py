@@ -55,7 +55,7 @@ def front_end_server(
         security=security,
         check=link.check,
         max_connections=max_connections,
-        outermost=[Audit()],
+        outermost=[Audit(link.refusals)],
     )
     add_InferenceServiceServicer_to_server(InferenceServicer(link), server.server)
     return server

@@ -84,7 +84,8 @@ def joined(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             case "function_call_arguments.done":
                 assert items[index]["arguments"] == event["arguments"]
             case "output_item.done":
-                items[index]["status"] = event["item"]["status"]
+                for name in {"status", "encrypted_content"} & event["item"].keys():  # known at the item's end
+                    items[index][name] = event["item"][name]
                 assert items[index] == event["item"]
             case _:
                 continue

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 from pagewire_client import LocalServer
 from pagewire_common.calls.errors import RequestError
 from scheduler_service.access.keys import ApiKey, Keyring, digest_of
+from scheduler_service.access.refusals import Refusals
 from scheduler_service.frontend.chat.events import EventLog
 from scheduler_service.frontend.http.anthropic.blocks import Blocks, WholeBlock, add_to_whole
 from scheduler_service.frontend.http.anthropic.history import read_messages
@@ -183,7 +184,8 @@ async def test_errors_before_the_route_have_the_same_form(
                 "error",
                 answer.headers["Request-Id"],
             )
-    link: Any = SimpleNamespace(keyring=Keyring([ApiKey(id="a", digest=digest_of("good"), tenant="t")]))
+    keyring = Keyring([ApiKey(id="a", digest=digest_of("good"), tenant="t")])
+    link: Any = SimpleNamespace(keyring=keyring, refusals=Refusals())
     async with http_edge(link) as url:
         for key, error in (("bad", anthropic.AuthenticationError), ("good", anthropic.NotFoundError)):
             for name in ("api_key", "auth_token"):

@@ -143,7 +143,8 @@ async def test_a_request_over_http_leaves_one_line_with_its_route_its_status_and
                 await until(lambda found=logs: closed(found))
             (line,) = closed(logs)
             assert (line["route"], line["client_request_id"]) == (f"POST {path}", f"mine-{number}")
-            assert line["status"] in (status, "OK" if status == 200 else "INVALID_ARGUMENT")
+            names = {200: "OK", 400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 404: "NOT_FOUND"}
+            assert (line["status"], line["http_status"]) == (names[status], status)
             assert reason in line.get("reason", ""), line
             assert SECRET not in json.dumps(logs, default=str)
 

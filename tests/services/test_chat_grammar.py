@@ -4,6 +4,7 @@ import json
 import re
 from functools import lru_cache
 from random import Random
+from typing import Any
 
 import jsonschema
 import pytest
@@ -19,6 +20,7 @@ from scheduler_service.frontend.chat.families import GEMMA, HARMONY, HERMES, LLA
 from scheduler_service.frontend.chat.parser import opens_reasoning
 from scheduler_service.frontend.chat.syntax import ChatSyntax
 from scheduler_service.frontend.chat.tool_grammar import GrammarError, ModelTokens, tool_grammar
+from scheduler_service.frontend.chat.tool_grammar_process import compile_tools
 from scheduler_service.frontend.chat.tool_grammars import ToolGrammars
 from scheduler_service.frontend.chat.tools import Tool
 from scheduler_service.frontend.forms.form_compiler import compile_form
@@ -82,7 +84,10 @@ def special_of(syntax: ChatSyntax) -> tuple[str, ...]:
 
 
 def matcher_of(grammar: str, special: tuple[str, ...] = ()) -> LLMatcher:
-    grammar = LLMatcher.grammar_from_lark(any_to_lark(grammar))
+    return compiled_matcher(LLMatcher.grammar_from_lark(any_to_lark(grammar)), special)
+
+
+def compiled_matcher(grammar: str, special: tuple[str, ...] = ()) -> LLMatcher:
     matcher = LLMatcher(tokenizer_of(special), grammar, log_level=0, limits=parser_limits())
     assert not matcher.get_error(), matcher.get_error()
     return matcher
@@ -208,24 +213,61 @@ def test_a_call_that_begins_is_held_to_its_tool() -> None:
         assert (follow(matcher, "\n<tool_call>") == "\n<tool_call>") == parallel
 
 
+def compiled(
+    syntax: ChatSyntax, tools: list[Tool], choice: str, is_open: bool, form: tuple[str, list[str]], special: Any = ()
+) -> str:
+    """The grammar of a message whose answer has a form."""
+    tokens = ModelTokens({text: number for number, text in enumerate(special, END + 1)})
+    values = [[tool.name, tool.parameters, tool.strict] for tool in tools]
+    message = json.dumps([values, [choice, True, is_open], {}, [*form, True]]).encode()
+    grammar, error = compile_tools(syntax, tokens, message)
+    assert not error
+    return grammar
+
+
+@pytest.mark.parametrize(
+    ("form", "right", "wrong"),
+    [
+        (("regex", ["[a-c]{2}"]), "ab", "ad"),
+        (("choice", ["yes", "no"]), "no", "na"),
+        (("grammar", ['start: "a" b\nb: /[0-9]/\n%ignore / /']), "a 1", "ab"),
+        (("grammar", ['root ::= "x" | "yz"']), "yz", "yy"),
+        (("json_schema", [f'{{"const": {2**70}}}']), str(2**70), "11x"),
+    ],
+)
+def test_every_form_begins_after_thinking(form: tuple[str, list[str]], right: str, wrong: str) -> None:
+    special = special_of(HARMONY)
+    harmony = compiled(HARMONY, [], "none", False, form, special)
+    analysis = "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>"
+    for grammar, marks, thought in (
+        (compiled(thinking(HERMES), [], "none", True, form), (), "So {<a>}</think>\n\n"),
+        (compiled(thinking(HERMES), [], "none", False, form), (), "<think>b</think>"),
+        (harmony, special, analysis),
+    ):
+        matcher = compiled_matcher(grammar, marks)
+        assert follow(matcher.deep_copy(), thought + right, marks) == thought + right
+        assert follow(matcher, thought + wrong, marks) == thought + wrong[:-1]
+
+
 def test_calls_and_forms_begin_after_thinking() -> None:
     syntax = thinking(HERMES)
     schema = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
-    form = tool_grammar(syntax, [], "none", True, True, schema)
+    asked = ("json_schema", [json.dumps(schema)])
+    form = compiled(syntax, [], "none", True, asked)
     thought = "Is <tool_call> {right}?\n"
     for text in (f'{thought}</think>\n\n{{"x": 1}}', f'{thought}</think>{{"x":2}}'):
-        matcher = matcher_of(form)
+        matcher = compiled_matcher(form)
         assert follow(matcher, text) == text
         assert matcher.is_accepting()
-    assert follow(matcher_of(form), f"{thought}</think>no") == f"{thought}</think>"
+    assert follow(compiled_matcher(form), f"{thought}</think>no") == f"{thought}</think>"
     for is_open in (True, False):
         start = "" if is_open else "<think>"
-        both = tool_grammar(syntax, STRICT, "auto", True, is_open, schema)
+        both = compiled(syntax, STRICT, "auto", is_open, asked)
         for text in (
             f'{start}a</think>{{"x": 1}}',
             f'{start}a</think>\n<tool_call>{{"name": "moves", "arguments": {{}}}}</tool_call>',
         ):
-            matcher = matcher_of(both)
+            matcher = compiled_matcher(both)
             assert follow(matcher, text) == text
             assert matcher.is_accepting()
         required = tool_grammar(syntax, STRICT, "required", True, is_open)

@@ -7,13 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_examples import thinking
 from chat_templates import HERMES, TOOLS, loop_of_tools
+from test_chat_grammar import compiled_matcher, follow
 from transformers import PreTrainedTokenizerFast
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.calls.errors import RequestError
 from scheduler_service.frontend.calls.generation import check_request
+from scheduler_service.frontend.chat.families import HERMES as HERMES_SYNTAX
 from scheduler_service.frontend.checking.prompt import encode_prompt
+from scheduler_service.frontend.http.body import parse_part
+from scheduler_service.frontend.http.openai.chat_fields import ChatFields
+from scheduler_service.frontend.http.openai.chat_request import chat_request
+from scheduler_service.frontend.http.service import Service
+from scheduler_service.frontend.link.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.rendering.chat_input import END_CHARACTERS
 from scheduler_service.frontend.text.tokenization import Tokenizer
@@ -131,3 +139,40 @@ async def test_a_chat_that_cannot_be_obeyed_is_refused_by_name(chat: pb.Chat, re
                 await encode_prompt(message, model)
         else:  # a long name that the template does not read
             assert await encode_prompt(message, model)
+
+
+FORMS: list[dict[str, Any]] = [
+    {"regex": "y|n[o]"},
+    {"guided_choice": ["y", "no"]},
+    {"ebnf": 'root ::= "y" | "no"'},
+    {"structured_outputs": {"grammar": 'start: "y" | "no"'}},
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["y", "no"]}}}},
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: next(iter(form)))
+async def test_a_form_over_http_begins_after_thinking(model: ServedModel, form: dict[str, Any]) -> None:
+    """Where the model thinks; without thinking, the form is a parameter as over gRPC."""
+    for syntax in (thinking(HERMES_SYNTAX), HERMES_SYNTAX):
+        fields = parse_part(form | {"messages": [USER]}, ChatFields, "")
+        service = Service(EngineLink("unix:/of-no-engine"))
+        request = await chat_request(fields, replace(model, chat_syntax=syntax), "", "1", service)
+        kind = request.asked.sampling.WhichOneof("constraint")
+        if syntax is HERMES_SYNTAX:
+            assert (kind is not None, request.output.make_form) == (True, None)
+            continue
+        assert kind is None
+        assert request.output.make_form is not None
+        grammar = await request.output.make_form("<|im_start|>assistant\n<think>\n")
+        answer = '"no"' if "response_format" in form else "no"
+        assert follow(compiled_matcher(grammar), f"is it?</think>\n{answer}") == f"is it?</think>\n{answer}"
+        assert follow(compiled_matcher(grammar), "is it?</think>\nso") == "is it?</think>\n"
+
+
+async def test_a_form_that_cannot_be_followed_is_refused_by_its_name(model: ServedModel) -> None:
+    fields = parse_part({"regex": "(", "messages": [USER]}, ChatFields, "")
+    thinks = replace(model, chat_syntax=thinking(HERMES_SYNTAX))
+    request = await chat_request(fields, thinks, "", "1", Service(EngineLink("unix:/of-no-engine")))
+    assert request.output.make_form is not None
+    with pytest.raises(RequestError, match=r"^sampling\.regex cannot be followed: "):
+        await request.output.make_form("")

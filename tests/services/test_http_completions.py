@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -391,6 +392,44 @@ class _FakeService:
             yield pb.GenerateResponse(text="x" * 500, token_ids=[1])
 
 
+async def completed(service: Any, body: dict[str, Any]) -> str:
+    """The answer to a completion by a fake scheduler."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        with Held(Room(1 << 20)) as held:
+            return await complete(Call(request, service, (), held, 60.0, TokenTexts()))
+
+    app = web.Application()
+    app.router.add_post("/", handle)
+    async with (
+        TestServer(app) as server,
+        aiohttp.ClientSession() as session,
+        session.post(server.make_url("/"), json=body) as response,
+    ):
+        return await response.text()
+
+
+async def test_the_prompts_of_a_call_begin_in_turn(byte_model: ServedModel) -> None:
+    """In one iteration of the event loop, the checks of 256 prompts would hold it for 50 ms."""
+    loop, iteration, begun = asyncio.get_running_loop(), 0, Counter[int]()
+
+    def count() -> None:
+        nonlocal iteration, counting
+        iteration += 1
+        counting = loop.call_soon(count)
+
+    class Counting(_FakeService):
+        @asynccontextmanager
+        async def generate(self, *_: Any) -> AsyncIterator[AsyncIterator[pb.GenerateResponse]]:
+            begun[iteration] += 1
+            yield self._messages(breaks=False)
+
+    counting = loop.call_soon(count)
+    await completed(Counting(byte_model, breaks=False), {"prompt": ["a"] * 30})
+    counting.cancel()
+    assert (begun.total(), max(begun.values())) == (30, 1)
+
+
 @pytest.mark.parametrize("breaks", [False, True])
 async def test_events_of_several_prompts_are_not_mixed(
     byte_model: ServedModel, breaks: bool, monkeypatch: pytest.MonkeyPatch
@@ -409,19 +448,8 @@ async def test_events_of_several_prompts_are_not_mixed(
     monkeypatch.setattr(web.StreamResponse, "write", slow_write)
     monkeypatch.setattr("scheduler_service.frontend.http.writing.PIECE_BYTES", 64)
 
-    async def handle(request: web.Request) -> web.StreamResponse:
-        with Held(Room(1 << 20)) as held:
-            return await complete(Call(request, service, (), held, 60.0, TokenTexts()))
-
-    app = web.Application()
-    app.router.add_post("/", handle)
-    async with (
-        TestServer(app) as server,
-        aiohttp.ClientSession() as session,
-        session.post(server.make_url("/"), json={"prompt": ["a", "breaks"], "stream": True}) as response,
-    ):
-        events = [event.removeprefix("data: ") for event in (await response.text()).split("\n\n") if event]
-    *said, end = events
+    text = await completed(service, {"prompt": ["a", "breaks"], "stream": True})
+    *said, end = [event.removeprefix("data: ") for event in text.split("\n\n") if event]
     found = [json.loads(event) for event in said]
     assert end == "[DONE]"
     assert [event["error"]["message"] for event in found if "error" in event] == (["it broke"] if breaks else [])

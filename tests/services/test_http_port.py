@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import re
 import socket
 import ssl
@@ -102,6 +103,19 @@ async def test_pages_of_allowed_origins_may_read_answers_and_errors(allowed: lis
             asked["Access-Control-Request-Headers"] if answered else None
         )
         assert ("Vary" in answer.headers) is (allowed not in ([], ["*"]))
+
+
+async def test_what_is_no_http_is_told_so_in_the_form_of_other_errors_and_not_quoted() -> None:
+    heads = (b"quoted\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", HEAD.replace(b"Host", b"Ho st"), HEAD[:-2] + b"x" * 10_000)
+    broken = BODY.replace(b"Content-Length: 10", b"Transfer-Encoding: chunked").replace(b"{", b"quoted\r\n")
+    async with asyncio.timeout(30), server() as url:
+        for request in (*heads, broken):
+            async with connection(url) as (reader, writer):
+                writer.write(request)
+                head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+            assert head.split()[1] == b"400"
+            assert b"quoted" not in body
+            assert json.loads(body)["error"]["code"] == "invalid_request"
 
 
 async def test_a_client_that_reads_nothing_of_a_whole_answer_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,13 @@ import pytest
 from embedding_helpers import TEXTS, assert_nothing_is_left, encoder_settings, serving
 from engines import until
 from http_edge import http_edge
+from locked import KEYRING, KEYS
 from scheduler_in_process import InProcess
 from tiny_encoder import write_encoder
 
 from pagewire_client import Client
 from scheduler_service.frontend.http import server as http_server
-from scheduler_service.frontend.http.limits import Room
+from scheduler_service.frontend.http.limits import Room, client_of
 
 MODEL = "encoder"
 
@@ -100,6 +101,34 @@ async def test_normalize_and_truncate_are_those_of_our_own_protocol(server: tupl
     assert as_sent(found["data"][0]["embedding"]) == list(expected.vector)
 
 
+async def test_the_last_tokens_of_a_text_are_kept_where_asked(server: tuple[InProcess, str]) -> None:
+    """Special tokens around a text count, and are not cut."""
+    one, url = server
+    text, ids = "ab" * 20 + "cde" * 20, list(range(5, 70))
+    async with Client(one.target) as ours:
+        for given, kept, same in ((text, 5, text[-3:]), (text, -1, text[-64:]), (ids, 5, ids[-5:])):
+            (expected,) = await ours.embed([same])
+            status, found = await post(url, "/v1/embeddings", {"input": [given], "truncate_prompt_tokens": kept})
+            assert status == 200
+            assert as_sent(found["data"][0]["embedding"]) == list(expected.vector)
+        (cut,) = await ours.embed([ids], truncate_prompt_tokens=5)
+        assert cut.vector == expected.vector
+        assert await ours.score("xx wer", [text], truncate_prompt_tokens=5) == await ours.score("wer", [text[-3:]])
+        ((_, expected_score),) = await ours.score("wer", [text[-3:]])
+    for path, more in (
+        ("score", {"text_1": "xx wer", "text_2": text}),
+        ("rerank", {"query": "wer", "documents": [text]}),
+    ):
+        status, found = await post(url, f"/v1/{path}", more | {"truncate_prompt_tokens": 5})
+        (shown,) = found["data" if path == "score" else "results"]
+        assert shown["score" if path == "score" else "relevance_score"] == pytest.approx(expected_score)
+    for wrong in ({"truncate_prompt_tokens": 0}, {"truncate_prompt_tokens": 67}):
+        status, found = await post(url, "/v1/embeddings", {"input": "a"} | wrong)
+        assert (status, "must be at least 1 and at most 66" in found["error"]["message"]) == (400, True)
+    for wrong in ({"truncate": True, "truncate_prompt_tokens": 9}, {"truncate_prompt_tokens": 1}):
+        assert (await post(url, "/v1/embeddings", {"input": "a"} | wrong))[0] == 400
+
+
 async def test_documents_are_ranked_and_scored(server: tuple[InProcess, str]) -> None:
     one, url = server
     documents = ["a town", "an answer", "another", "a question"]
@@ -175,14 +204,16 @@ async def test_a_model_that_makes_no_vectors_says_so(tmp_path: Path) -> None:
         assert (status, answer["error"]["code"]) == (501, "not_implemented")
 
 
-async def test_what_all_clients_make_this_process_hold_is_bounded(
+async def test_what_a_key_makes_this_process_hold_is_bounded_and_other_keys_are_served_meanwhile(
     server: tuple[InProcess, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What has come of bodies that are under way, and vectors that are kept."""
     one, _ = server
-    room = Room(2_000)
+    room = Room(4_000)
     monkeypatch.setattr(http_server, "Room", lambda: room)
-    async with http_edge(one.link) as url, aiohttp.ClientSession(headers=JSON) as session:
+    monkeypatch.setattr(one.link, "keyring", KEYRING)
+    gold, other = ({"Authorization": f"Bearer {KEYS[name]}"} for name in ("gold", "admin"))
+    async with http_edge(one.link) as url, aiohttp.ClientSession(headers=JSON | gold) as session:
         go_on = asyncio.Event()
 
         async def slowly() -> AsyncIterator[bytes]:
@@ -190,22 +221,27 @@ async def test_what_all_clients_make_this_process_hold_is_bounded(
             await go_on.wait()
             yield b'"x"}'
 
-        async def send() -> int:
-            async with session.post(f"{url}/v1/embeddings", data=slowly()) as response:
-                await response.read()
+        async def send(body: Any, headers: dict[str, str] = gold) -> int:
+            async with session.post(f"{url}/v1/embeddings", data=body, headers=headers) as response:
+                answer = await response.json()
+                assert response.status == 200 or answer["error"]["code"] == "overloaded"
                 return response.status
 
-        first = asyncio.create_task(send())
-        await until(lambda: room.num_free == 500)
-        status, answer = await post(url, "/v1/embeddings", {"input": "x" * 600})
-        assert (status, answer["error"]["code"]) == (503, "overloaded")
+        first = asyncio.create_task(send(slowly()))
+        await until(lambda: room.num_free == 2_500)
+        more = json.dumps({"input": "x"}).ljust(500)
+        assert [await send(more), await send(more, other)] == [503, 200]
         go_on.set()
         assert await first == 200
-        assert (await post(url, "/v1/embeddings", {"input": "x"}))[0] == 200
-        status, _ = await post(url, "/v1/embeddings", {"input": ["x"] * 12})  # vectors of 192 bytes
-        assert status == 503
-        assert (await post(url, "/v1/embeddings", {"input": "x"}))[0] == 200
-        assert room.num_free == 2_000
+        assert await send(json.dumps({"input": ["x"] * 12})) == 503  # vectors of 192 bytes
+        assert await send(json.dumps({"input": "x"})) == 200
+        assert room.num_free == 4_000
+
+
+def test_clients_without_keys_are_told_apart_by_their_addresses() -> None:
+    addresses = ["10.0.0.1", "10.0.0.2", "::ffff:10.0.0.1", "2001:db8::1", "2001:db8::2:3", "2001:db8:0:1::1", ""]
+    found = [client_of(None, address) for address in addresses]
+    assert found == ["10.0.0.1", "10.0.0.2", "10.0.0.1", "2001:db8::/64", "2001:db8::/64", "2001:db8:0:1::/64", ""]
 
 
 async def test_a_client_that_leaves_ends_its_call(server: tuple[InProcess, str]) -> None:

@@ -64,7 +64,9 @@ def test_a_stream_has_the_items_of_the_whole_answer_for_every_message_and_cut() 
     for seed in range(MANY):
         random = Random(seed)
         message, is_cut = some_message(random), random.random() < 0.3
-        items, others = OutputItems(BASE), OutputItems(BASE, is_streamed=False)
+        has_encrypted = random.random() < 0.5
+        items = OutputItems(BASE, has_encrypted=has_encrypted)
+        others = OutputItems(BASE, is_streamed=False, has_encrypted=has_encrypted)
         events = events_of(items, message, random, is_cut=is_cut)
         assert events_of(others, message, random, is_cut=is_cut) == []
         whole = [json.loads(item.json()) for item in items.items]
@@ -142,6 +144,16 @@ def test_reasoning_text_and_calls_of_a_turn_are_one_message() -> None:
     assert messages_of(CALL, THOUGHT)[1]["reasoning_content"] == "t"
 
 
+def test_reasoning_comes_back_from_its_encrypted_content_alone() -> None:
+    items = OutputItems(BASE, has_encrypted=True)
+    list(items.add([Reasoning("té"), Reasoning("\n<b>"), Content("s")], 1))
+    thought, said = (json.loads(item.json()) for item in items.items)
+    assert "encrypted_content" not in said
+    kept = {name: thought[name] for name in ("type", "id", "summary", "encrypted_content")}
+    for sent in (kept, kept | {"content": []}, thought):
+        assert messages_of(USER, sent, USER)[1]["reasoning_content"] == "té\n<b>"
+
+
 def test_instructions_and_the_first_messages_of_the_system_are_one_message() -> None:
     developer = {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "d"}]}
     assert messages_of(developer, USER, developer, instructions="i") == [
@@ -161,7 +173,8 @@ def test_instructions_and_the_first_messages_of_the_system_are_one_message() -> 
         (USER | {"content": [{"type": "input_text"}]}, "text"),
         (USER | {"weight": 1}, "weight"),
         (USER | {"role": "critic"}, "role"),
-        (THOUGHT | {"encrypted_content": "x"}, "encrypted_content"),
+        (THOUGHT | {"encrypted_content": "gAAAAABo"}, "encrypted_content does not come from this server"),
+        (THOUGHT | {"encrypted_content": "pagewire-1._w="}, "encrypted_content does not come from this server"),
         (CALL | {"namespace": "x"}, "namespace"),
         ({"type": "function_call", "name": "f"}, "call_id"),
         (TOLD | {"output": {}}, "output"),

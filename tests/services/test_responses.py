@@ -18,6 +18,8 @@ from pagewire_client import LocalServer
 PLAIN: dict[str, Any] = {"model": MODEL, "temperature": 0, "input": "hello"}
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 TOOL: Any = {"type": "function", "name": "f", "parameters": NOTHING, "strict": True}
+SEVEN: Any = {"type": "json_schema", "name": "n", "schema": {"const": 7}}
+"""The form of an answer after which a model can only end."""
 UNIT = {"type": "object", "properties": {"u": {"enum": ["c", "f"]}}, "required": ["u"], "additionalProperties": False}
 LOGPROBS = "message.output_text.logprobs"
 
@@ -88,11 +90,12 @@ async def test_a_loop_of_tools_ends_with_an_answer(client: openai.AsyncOpenAI) -
     assert call.type == "function_call"
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "12 C"}
     asked = [*asked, *first.output, result]
-    answer = await client.responses.create(model=MODEL, input=asked, temperature=0, max_output_tokens=8)
-    assert answer.output_text
+    answer = await client.responses.create(
+        model=MODEL, input=asked, tools=[TOOL], text={"format": SEVEN}, temperature=0, max_output_tokens=20
+    )
+    assert (answer.status, answer.output_text) == ("completed", "7"), answer.output
     assert answer.usage is not None
-    assert answer.usage.output_tokens == 8
-    assert answer.usage.total_tokens == answer.usage.input_tokens + 8
+    assert answer.usage.total_tokens == answer.usage.input_tokens + 2
     again = await client.responses.create(
         model=MODEL, input=[*asked, *answer.output, *asked], temperature=0, max_output_tokens=1
     )
@@ -203,7 +206,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "web_search_preview"}}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
-    ({"include": ["reasoning.encrypted_content"]}, "include.0"),
+    ({"include": ["unknown"]}, "include.0"),
+    ({"parallel_tool_calls": True}, "parallel_tool_calls"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
     ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),

@@ -19,7 +19,7 @@ from pagewire_common.model_files.tokenizer_config import _LEFT_OUT, _OBEYED, _ST
 from pagewire_common.start_error import StartError
 from scheduler_service.frontend.rendering.chat_input import ChatInput
 from scheduler_service.frontend.rendering.chat_template import ChatTemplate
-from scheduler_service.frontend.text.tokenization import Tokenizer
+from scheduler_service.frontend.text.tokenization import TextFit, Tokenizer
 from scheduler_service.frontend.text.tokenizer_loading import load_tokenizer
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -124,9 +124,12 @@ async def test_a_text_is_cut_at_the_side_that_the_model_has_cut(truncates_left: 
     tokenizer = Tokenizer(write(tmp_path, config))
     text = "".join(chr(ord("a") + number % 26) for number in range(10_000))
     for most in (7, 5_000, 9_999):
-        (cut,) = await tokenizer.encode_texts([text], most=most, truncate=True)
+        (cut,) = await tokenizer.encode_texts([text], TextFit(most, cuts=True))
         kept = text[-most:] if truncates_left else text[:most]
         assert await tokenizer.decode(cut.token_ids, skip_special_tokens=False) == kept
+        last, pair = await tokenizer.encode_texts([text, ("abc", text)], TextFit(most, cuts=True, keeps_end=True))
+        assert await tokenizer.decode(last.token_ids, skip_special_tokens=False) == text[-most:]
+        assert await tokenizer.decode(pair.token_ids, skip_special_tokens=False) == "abc" + text[3 - most :]
 
 
 NAMED = [{"name": "rag", "template": "r"}, {"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]

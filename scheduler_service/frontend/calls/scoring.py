@@ -53,7 +53,7 @@ async def _scores_of_pairs(call: TextCall, request: pb.ScoreRequest) -> list[flo
     pooling = PoolingParams(type=PoolingType.SCORE, dimensions=model.num_labels)
     named = ((f"documents[{number}], with the query,", pair) for number, pair in enumerate(_pairs(request)))
     around = len(request.query) + len(request.pair_format)
-    await call.run(encode_texts(named, model, truncate=request.truncate), pooling, take, _longest(request, around))
+    await call.run(encode_texts(named, model, request), pooling, take, _longest(request, around))
     return scores
 
 
@@ -109,7 +109,7 @@ async def _similarities(call: TextCall, request: pb.ScoreRequest) -> list[float]
 
     named = [("query", request.query), *((f"documents[{n}]", text) for n, text in enumerate(request.documents))]
     longest = max(most_tokens(len(request.query)), _longest(request, 0))
-    await call.run(encode_texts(named, model, truncate=request.truncate), pooling, take, longest)
+    await call.run(encode_texts(named, model, request), pooling, take, longest)
     return scores
 
 

@@ -6,7 +6,7 @@ long: run `tool_grammar` where forms are compiled, within limits of time and mem
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from scheduler_service.frontend.chat.calls import channels
 from scheduler_service.frontend.chat.grammar.json_calls import channel_call, json_object_call, named_json_call
@@ -17,6 +17,8 @@ from scheduler_service.frontend.chat.syntax import BracedCall, ChatSyntax, JsonO
 from scheduler_service.frontend.chat.tools import Tool
 
 Choice = Literal["auto", "required", "none"]
+ANSWER = "answer"
+"""The name of the grammar of an answer with an output form."""
 
 
 class GrammarError(ValueError):
@@ -42,8 +44,8 @@ def tool_grammar(
     choice: Choice,
     parallel: bool,
     thinking_open: bool,
-    content_schema: Mapping[str, Any] | None = None,
     *,
+    has_form: bool = False,
     tokens: ModelTokens | None = None,
     thinking_budget: int | None = None,
     closes_objects: bool = True,
@@ -51,8 +53,9 @@ def tool_grammar(
     """The grammar of a message, in Lark's syntax. Raises GrammarError or SchemaError.
 
     A named choice is "required" with the named tool alone. `parallel`: whether the message may have several calls.
-    `thinking_open`: whether the prompt has opened reasoning. `content_schema`: the JSON schema of the answer, which
-    begins after reasoning. `thinking_budget`: the number of tokens of reasoning after which the closing mark is forced.
+    `thinking_open`: whether the prompt has opened reasoning. `has_form`: the answer, which begins after reasoning,
+    obeys another grammar, which must be added under the name `ANSWER`. `thinking_budget`: the number of tokens of
+    reasoning after which the closing mark is forced.
     `closes_objects`: whether arguments have only keys that a schema names, even if the tool is not strict.
     """
     if choice == "required" and not tools:
@@ -65,7 +68,7 @@ def tool_grammar(
         () if choice == "none" else tuple(tools),
         choice == "required",
         parallel,
-        content_schema,
+        has_form,
         tokens,
         thinking_budget,
         Lark(tokens.special, closes_objects=closes_objects),
@@ -80,7 +83,7 @@ class _Writer:
     tools: Sequence[Tool]
     is_required: bool
     is_parallel: bool
-    content_schema: Mapping[str, Any] | None
+    has_form: bool
     tokens: ModelTokens
     budget: int | None
     lark: Lark
@@ -90,7 +93,7 @@ class _Writer:
         if reasoning is None:
             return self._body("")
         thought = self._reasoning(reasoning.close)
-        after, is_free = self._body(""), not self.is_required and self.content_schema is None
+        after, is_free = self._body(""), not self.is_required and not self.has_form
         if not is_free:
             after = f"{lark.space()} {after}"
         if thinking_open:
@@ -126,7 +129,7 @@ class _Writer:
             raise GrammarError("the model's chat template has no known form of calls")
         lark, opens = self.lark, section.opens
         behind = self._section()
-        if self.is_required or self.content_schema is not None:
+        if self.is_required or self.has_form:
             calls = [lark.rule(lark.spaced(lark.mark(opens[0]), behind))]
             if section.starts:
                 calls.append(self._unmarked())
@@ -199,11 +202,10 @@ class _Writer:
         raise GrammarError("the model's chat template has no known form of calls")
 
     def _answer(self, excluded: str) -> str:
-        if self.content_schema is None:
+        if not self.has_form:
             return self._free(excluded)
-        json = self.lark.json(self.content_schema, self.content_schema)
-        marks = self._dropped()
-        return self.lark.rule(f"({marks})? {json} ({marks})?") if marks else json
+        form, marks = f"@{ANSWER}", self._dropped()
+        return self.lark.rule(f"({marks})? {form} ({marks})?") if marks else form
 
     def _free(self, excluded: str) -> str:
         """Free text, with special tokens that the family writes around an answer."""

@@ -6,10 +6,11 @@ Clients' schemas may take long to rewrite and to compile, so limited_work.py lim
 import json
 import pickle
 from collections.abc import Sequence
+from typing import Any
 
 from scheduler_service.frontend.chat.grammar.lark import object_schema
 from scheduler_service.frontend.chat.syntax import ChatSyntax
-from scheduler_service.frontend.chat.tool_grammar import GrammarError, ModelTokens, tool_grammar
+from scheduler_service.frontend.chat.tool_grammar import ANSWER, GrammarError, ModelTokens, tool_grammar
 from scheduler_service.frontend.chat.tools import Tool
 from scheduler_service.frontend.forms.form_compiler import MAX_KEPT, compile_form
 from scheduler_service.frontend.forms.schema_text import SchemaError
@@ -18,10 +19,22 @@ from scheduler_service.frontend.limited.limited_work import connect_to_the_front
 
 def compile_tools(syntax: ChatSyntax, tokens: ModelTokens, message: bytes) -> tuple[str, str]:
     """The grammar for a message of tool_grammars.py, and an error message. Raises MemoryError or RecursionError."""
-    values, arguments, options = json.loads(message)
-    tools = [Tool(*value) for value in values]
+    values, arguments, options, form = json.loads(message)
+    tools, content = [Tool(*value) for value in values], ""
+    if form is not None:
+        kind, texts, closes_objects = form
+        content, error = compile_form(kind, texts, closes_objects=closes_objects)
+        if error:
+            return "", f"sampling.{kind} cannot be followed: {error}"
+    grammar, error = _compile(syntax, tokens, tools, arguments, options, content)
+    return grammar, error and f"the tools cannot be followed: {error}"
+
+
+def _compile(
+    syntax: ChatSyntax, tokens: ModelTokens, tools: Sequence[Tool], arguments: Any, options: Any, content: str
+) -> tuple[str, str]:
     try:
-        grammar = tool_grammar(syntax, tools, *arguments, **options, tokens=tokens)
+        grammar = tool_grammar(syntax, tools, *arguments, **options, has_form=content != "", tokens=tokens)
     except (GrammarError, SchemaError) as error:
         return "", str(error)
     except (MemoryError, RecursionError):
@@ -30,7 +43,7 @@ def compile_tools(syntax: ChatSyntax, tokens: ModelTokens, message: bytes) -> tu
         return "", "a keyword in a schema has a value of another kind than it must have"
     except BaseException as failure:  # a panic in Rust is a `BaseException`, not an `Exception`
         return "", str(failure) or type(failure).__name__
-    compiled, reason = compile_form("grammar", [grammar])
+    compiled, reason = compile_form("grammar", [grammar], parts={ANSWER: content} if content else None)
     return ("", _reason(tools, reason)) if reason else (compiled, "")
 
 

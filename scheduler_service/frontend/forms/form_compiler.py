@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLTokenizer
@@ -44,14 +44,19 @@ _OF_THE_MODEL = re.compile(r"special token|token range|token id", re.IGNORECASE)
 """Errors about tokens that a grammar names, which only workers know."""
 
 
-def compile_form(kind: str, texts: Sequence[str], *, closes_objects: bool = False) -> tuple[str, str]:
+def compile_form(
+    kind: str, texts: Sequence[str], *, closes_objects: bool = False, parts: Mapping[str, str] | None = None
+) -> tuple[str, str]:
     """Compile a form to a grammar, and test it with the workers' limits. Returns also an error, "" for a valid form.
 
-    `closes_objects`: objects have only keys of the schema, unless it sets `additionalProperties`. Raises MemoryError or
-    RecursionError.
+    `closes_objects`: objects have only keys of the schema, unless it sets `additionalProperties`. `parts`: compiled
+    grammars that the form names, as in `@name`. Raises MemoryError or RecursionError.
     """
     try:
         grammar = _schema_grammar(texts[0], closes_objects) if kind == "json_schema" else _grammar(kind, texts)
+        if parts:
+            grammars = [_grammars(grammar)[0], *(_grammars(part)[0] | {"name": name} for name, part in parts.items())]
+            grammar = json.dumps({"grammars": grammars}, ensure_ascii=False)
         matcher = LLMatcher(_TOKENIZER, grammar, log_level=0, limits=parser_limits())
         matcher.compute_bitmask()
         error = matcher.get_error()
@@ -103,6 +108,14 @@ def _grammar(kind: str, texts: Sequence[str]) -> str:
         options = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
         return LLMatcher.grammar_from_lark(f"start: {options}")
     return LLMatcher.grammar_from_lark(any_to_lark(texts[0]))
+
+
+def _grammars(compiled: str) -> list[dict[str, Any]]:
+    """The grammars in a compiled grammar, which is JSON or one text in Lark's syntax."""
+    if not compiled.startswith("{"):
+        return [{"lark_grammar": compiled}]
+    found: list[dict[str, Any]] = json.loads(compiled)["grammars"]
+    return found
 
 
 def _answer(message: bytes) -> bytes:

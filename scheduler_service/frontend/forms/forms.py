@@ -58,7 +58,7 @@ class Forms:
         kind = sampling.WhichOneof("constraint")
         assert kind is not None
         closes_objects = kind == "json_schema" and (sampling.strict or not undeclared_keys)
-        grammar, error = await self.compiled(json.dumps([kind, closes_objects, *_texts(kind, sampling)]).encode())
+        grammar, error = await self.compiled(json.dumps([kind, closes_objects, *form_texts(kind, sampling)]).encode())
         if error:
             raise FormError(f"sampling.{kind} cannot be followed: {error}")
         return grammar
@@ -94,7 +94,8 @@ def _compile(compiler: LimitedProcess, form: bytes) -> tuple[str, str]:
     return ("", _short(error)) if error else (grammar, "")
 
 
-def _texts(kind: str, sampling: pb.SamplingParams) -> Sequence[str]:
+def form_texts(kind: str, sampling: pb.SamplingParams) -> Sequence[str]:
+    """The texts of an output form. Raises FormError if they are empty or too large."""
     if kind == "choice":
         name, texts = "sampling.choice.options", list(sampling.choice.options)
         if not 1 <= len(texts) <= MAX_CHOICES:

@@ -22,6 +22,14 @@ _STATUSES = {
     _Code.UNKNOWN: (500, "internal_error"),
     _Code.UNIMPLEMENTED: (501, "not_implemented"),
 }
+_NAMES = {status: code.name for code, (status, _) in reversed(_STATUSES.items())} | {
+    200: "OK",
+    408: "DEADLINE_EXCEEDED",
+    413: "INVALID_ARGUMENT",
+    415: "INVALID_ARGUMENT",
+    499: "CANCELLED",
+    503: "UNAVAILABLE",
+}
 _NAMED = re.compile(r"(sampling\.|chat\.)(\w+)")
 RETRY_SECONDS = 1
 """Seconds of the header Retry-After. Pauses of a fleet, such as the loss of a worker, last about a second."""
@@ -57,6 +65,18 @@ def refused_by(error: RequestError) -> HttpError:
     if named is None:
         return HttpError(status, code, str(error))
     return HttpError(status, code, str(error)[len(named[1]) :], named[2])  # JSON bodies have all fields at their top
+
+
+def grpc_name(status: int) -> str:
+    """The name of the gRPC status that is nearest to an HTTP status."""
+    return _NAMES.get(status, "UNKNOWN")
+
+
+def http_status(name: str) -> int:
+    """The HTTP status of a call that ended with a gRPC status."""
+    if name in ("OK", "CANCELLED"):
+        return 200 if name == "OK" else 499
+    return next((status for code, (status, _) in _STATUSES.items() if code.name == name), 503)
 
 
 def failed(error: pb.OutputError) -> HttpError:

@@ -1,7 +1,10 @@
 """Limits of the HTTP server for untrusted clients."""
 
+from collections import Counter
 from dataclasses import dataclass
+from ipaddress import ip_address, ip_network
 
+from scheduler_service.access.keys import ApiKey
 from scheduler_service.frontend.http.errors import HttpError
 
 HELD_BYTES = 256 << 20
@@ -23,29 +26,61 @@ class Limits:
 
 
 class Room:
-    """Memory limit in bytes for all requests and answers of this process, summed over all clients."""
+    """Memory limit in bytes for all requests and answers of this process.
+
+    A client may hold as much as it leaves free: half of the memory if it is alone, a third beside another such client.
+    So part of the memory is always free for the small requests of further clients.
+    """
 
     def __init__(self, num_bytes: int = HELD_BYTES) -> None:
         self.num_free = num_bytes
+        self._held: Counter[str] = Counter()  # bytes by client
+
+    def take(self, client: str, num_bytes: int) -> None:
+        """Raises HttpError if the client would hold more than it leaves free."""
+        if self._held[client] + num_bytes > self.num_free - num_bytes:
+            raise HttpError(503, "overloaded", "too many large requests are under way; try again later")
+        self.num_free -= num_bytes
+        self._held[client] += num_bytes
+
+    def give_back(self, client: str, num_bytes: int) -> None:
+        self.num_free += num_bytes
+        self._held[client] -= num_bytes
+        if not self._held[client]:
+            del self._held[client]
 
 
 @dataclass(slots=True)
 class Held:
-    """The memory that one HTTP request has reserved, until the `with` block ends."""
+    """The memory that one HTTP request of a client has reserved, until the `with` block ends."""
 
     room: Room
+    client: str = ""
     _num_bytes: int = 0
 
     def take(self, num_bytes: int) -> None:
-        """Reserve memory for the request. Raises HttpError if less than `num_bytes` of the limit is free."""
-        if num_bytes > self.room.num_free:
-            raise HttpError(503, "overloaded", "too many large requests are under way; try again later")
-        self.room.num_free -= num_bytes
+        """Reserve memory for the request. Raises HttpError if its client holds too much."""
+        self.room.take(self.client, num_bytes)
         self._num_bytes += num_bytes
 
     def __enter__(self) -> "Held":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.room.num_free += self._num_bytes
+        self.room.give_back(self.client, self._num_bytes)
         self._num_bytes = 0
+
+
+def client_of(key: ApiKey | None, address: str) -> str:
+    """The client whose memory is limited: the API key, or else the address. An IPv6 address counts by its /64 network,
+    which belongs to one customer.
+    """
+    if key is not None:
+        return f"key {key.id}"
+    try:
+        parsed = ip_address(address)
+    except ValueError:  # a Unix socket has no address
+        return address
+    if parsed.version == 4:
+        return address
+    return str(parsed.ipv4_mapped or ip_network((int(parsed) >> 64 << 64, 64)))

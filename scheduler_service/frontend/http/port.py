@@ -1,4 +1,4 @@
-"""The HTTP port: a limit on connections, and the current certificates.
+"""The HTTP port: a limit on connections, the current certificates, and answers to requests that are no valid HTTP.
 
 A connection counts from its accept until its socket is closed. Connections of silent clients and unfinished TLS
 handshakes therefore count towards the limit. A new connection is closed if the number of connections is at the limit.
@@ -11,11 +11,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMethod, BadStatusLine, LineTooLong
+from aiohttp.web_protocol import RequestHandler
 
 from pagewire_common.connection.tls import Security
 from pagewire_common.start_error import StartError
+from scheduler_service.frontend.http.errors import HttpError, invalid
 
 LOOK_SECONDS = 1.0
+_REASONS = {
+    LineTooLong: "the request's head has a line that is too long",
+    BadHttpMethod: "the request's first line has no valid method",
+    BadStatusLine: "the request's first line is not of HTTP/1.1",
+}
+"""Reasons by aiohttp's errors, special errors before their base classes."""
 
 
 @dataclass(slots=True)
@@ -114,3 +123,40 @@ class Port:
             await self._site.stop()
         if self._socket is not None:
             self._socket.close()
+
+
+class Runner(web.AppRunner):
+    """Runs an application whose connections answer malformed requests in the format of the other errors. aiohttp's own
+    answer would quote the request.
+    """
+
+    async def _make_server(self) -> web.Server:
+        made = await super()._make_server()
+        factory, cancels = made.request_factory, made.handler_cancellation
+        return _Server(made.request_handler, request_factory=factory, handler_cancellation=cancels, **made._kwargs)
+
+
+class _Server(web.Server):
+    def __call__(self) -> RequestHandler:
+        return _Connection(self, loop=self._loop, **self._kwargs)
+
+
+class _Connection(RequestHandler):
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        super().handle_error(request, status, exc, message)  # raises if an answer has begun
+        error = HttpError(500, "internal_error", "internal error")
+        if status == 400:
+            reasons = (reason for kind, reason in _REASONS.items() if isinstance(exc, kind))
+            error = invalid(next(reasons, "the request is no valid HTTP/1.1"))
+        answer = error.response()
+        answer.headers["Server"] = "pagewire"
+        answer.force_close()
+        return answer

@@ -9,6 +9,7 @@ import logging
 import re
 import time
 import uuid
+from typing import Any
 
 import structlog
 from aiohttp import web
@@ -22,9 +23,9 @@ from scheduler_service.access.audit import Lines, begin_line
 from scheduler_service.access.caller import caller
 from scheduler_service.frontend.http.call import Call
 from scheduler_service.frontend.http.cors import Origins
-from scheduler_service.frontend.http.errors import HttpError, refused_by
-from scheduler_service.frontend.http.limits import Held, Limits, Room
-from scheduler_service.frontend.http.port import Port
+from scheduler_service.frontend.http.errors import HttpError, grpc_name, http_status, refused_by
+from scheduler_service.frontend.http.limits import Held, Limits, Room, client_of
+from scheduler_service.frontend.http.port import Port, Runner
 from scheduler_service.frontend.http.routes import Api, find_api, find_route
 from scheduler_service.frontend.http.service import Metadata, Service
 from scheduler_service.frontend.http.token_texts import TokenTexts
@@ -70,7 +71,7 @@ class HttpServer:
         # aiohttp's logger would print a traceback for each client that disconnects or sends invalid HTTP.
         quiet = logging.getLogger("pagewire.http")
         quiet.setLevel(logging.CRITICAL)
-        self._runner = web.AppRunner(
+        self._runner = Runner(
             app,
             handler_cancellation=True,
             access_log=None,
@@ -161,11 +162,13 @@ class HttpServer:
         structlog.contextvars.bind_contextvars(route=route, **({"client_request_id": request_id} if request_id else {}))
         caller.set(None)
         request_size.set(request.content_length or 0)
-        line, status, reason = begin_line(), CLIENT_GONE, ""
+        line = begin_line(lambda name: 200 if request.get(_HAS_BEGUN) else http_status(name))
+        status, name, reason = CLIENT_GONE, "", ""
         try:
             try:
                 answer = await self._answer(request)
             except RequestError as error:
+                name = error.code.name
                 raise refused_by(error) from None
             status = answer.status
             return answer
@@ -180,10 +183,13 @@ class HttpServer:
             internal = HttpError(500, "internal_error", "internal error; the server's log has the details")
             return internal.response(api.error_body(internal, request_id))
         finally:
-            shown = {"reason": reason} if reason else {}
+            if 400 <= status < 500:
+                self._link.refusals.count(caller.get(), time.monotonic())
+            shown: dict[str, Any] = {"status": name or grpc_name(status), "http_status": status}
+            shown |= {"reason": reason} if reason else {}
             seconds = round(time.monotonic() - began, 6)
             peer = request.remote or ""
-            self._lines.write(line, has_key=status != 401, status=status, **shown, peer=peer, total_seconds=seconds)
+            self._lines.write(line, has_key=status != 401, **shown, peer=peer, total_seconds=seconds)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         """Answer a request. Raises HttpError or RequestError if no part of the answer was sent."""
@@ -191,11 +197,12 @@ class HttpServer:
             values = request.headers.getall("Authorization", [])
             if not values:  # Anthropic's clients send the key in another header
                 values = [f"Bearer {key}" for key in request.headers.getall("X-Api-Key", [])]
-            caller.set(keyring.authenticate([("authorization", value) for value in values]))
+            caller.set(key := keyring.authenticate([("authorization", value) for value in values]))
+            self._link.refusals.check(key, time.monotonic())
         path = request.rel_url.raw_path
         if (route := find_route(request.method, path)) is None:
             raise HttpError(404, "not_found", f"{request.method} {path}"[:MAX_SHOWN] + " is not served here")
-        with Held(self._room) as held:
+        with Held(self._room, client_of(caller.get(), request.remote or "")) as held:
             seconds, name = self._limits.receive_seconds, request[_NAME]
             answer = await route(Call(request, self._service, _trace(request), held, seconds, self._texts, name))
             if not isinstance(answer, web.Response):

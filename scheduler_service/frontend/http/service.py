@@ -19,7 +19,7 @@ from scheduler_service.frontend.chat.syntax import ChatSyntax
 from scheduler_service.frontend.chat.tool_grammar import ModelTokens
 from scheduler_service.frontend.chat.tool_grammars import ToolGrammars
 from scheduler_service.frontend.chat.tools import Tool
-from scheduler_service.frontend.http.chat_answers import ChatAnswers, ChatDelta
+from scheduler_service.frontend.http.chats.chat_answers import ChatAnswers, ChatDelta
 from scheduler_service.frontend.link.engine_call import EngineCall
 from scheduler_service.frontend.link.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel

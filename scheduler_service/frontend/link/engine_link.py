@@ -22,6 +22,7 @@ from pagewire_common.calls.errors import RequestError
 from pagewire_common.calls.request_limits import RequestLimits
 from scheduler_service.access.caller import caller
 from scheduler_service.access.keys import Keyring
+from scheduler_service.access.refusals import Refusals
 from scheduler_service.frontend.link.engine_connection import GONE, EngineConnection
 from scheduler_service.frontend.link.model_loading import ModelLoading
 from scheduler_service.frontend.link.request_registry import RequestRegistry
@@ -130,6 +131,7 @@ class EngineLink:
         self.tracer = tracer
         self.keyring: Keyring | None = None
         """None if calls need no API key."""
+        self.refusals = Refusals()
         self.adapter_names: tuple[str, ...] = ()
         self.serving = False
         self.serving_changed = asyncio.Event()
@@ -163,7 +165,8 @@ class EngineLink:
     def check(self, details: grpc.HandlerCallDetails) -> None:
         """Find the caller's API key, and note the call's patience, before its request is read. Raises RequestError."""
         if self.keyring is not None:
-            caller.set(self.keyring.authenticate(details.invocation_metadata))
+            caller.set(key := self.keyring.authenticate(details.invocation_metadata))
+            self.refusals.check(key, time.monotonic())
         note_patience(details)
 
     def request_limits(self) -> RequestLimits:

@@ -20,7 +20,7 @@ from pagewire.v1.engine_service_pb2 import Standing
 from pagewire_common.calls.errors import RequestError
 from pagewire_common.sampling import MAX_STRING
 from pagewire_common.telemetry.tracing import TRACE_PARENT, parent_of, trace_parent
-from scheduler_service.access.audit import leave_own_line
+from scheduler_service.access.audit import leave_own_line, statuses
 from scheduler_service.access.caller import caller
 from scheduler_service.frontend.output.request import GenerationRequest
 
@@ -241,7 +241,7 @@ def recorded(
         known = {"total_seconds": end.seconds, **figures()}
         if trace is not None:
             trace.end(end.status, end.sentence, known)
-        log.info(event, status=end.status, **names, **known)
+        log.info(event, **statuses(end.status), **names, **known)
 
 
 def names_of(tenant: str, lora_name: str) -> dict[str, Any]:

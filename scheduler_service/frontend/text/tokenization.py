@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import tokenizers
 from tokenizers.decoders import DecodeStream
@@ -63,6 +63,16 @@ def without_panic(function: Callable[[], T]) -> T:
 
 
 Text = str | tuple[str, str]
+
+
+class TextFit(NamedTuple):
+    """The largest number of tokens of a text, with special tokens. `cuts`: a longer text or the second text of a pair
+    is cut, else refused. `keeps_end`: its last tokens are kept; by default, those that the tokenizer's files say.
+    """
+
+    most: int
+    cuts: bool = False
+    keeps_end: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +127,12 @@ class Tokenizer:
         tokenizer = self._parsing if parse_special_tokens else self._plain
         return await self._on_thread(lambda: _encode(tokenizer, text, most, add_special_tokens=True), aside=aside)
 
-    async def encode_texts(self, texts: Sequence[Text], *, most: int, truncate: bool = False) -> list[TextItem]:
-        """Token ids of texts or pairs, each of at most `most` tokens, with the special tokens that the model expects.
+    async def encode_texts(self, texts: Sequence[Text], fit: TextFit) -> list[TextItem]:
+        """Token ids of texts or pairs, with the special tokens that the model expects.
 
-        With `truncate`, a longer text or the second text of a pair is cut; otherwise TooManyTokensError has its index.
+        TooManyTokensError has the index of a text that does not fit.
         """
-        return await self._on_thread(lambda: [self._encode_text(*item, most, truncate) for item in enumerate(texts)])
+        return await self._on_thread(lambda: [self._encode_text(*item, fit) for item in enumerate(texts)])
 
     def template_names(self, word: str) -> bool:
         """Whether the model's chat template has a word, such as the name of a variable or of a role."""
@@ -199,21 +209,22 @@ class Tokenizer:
                     raise TooManyTokensError
         return ids
 
-    def _encode_text(self, number: int, text: Text, most: int, truncate: bool) -> TextItem:
+    def _encode_text(self, number: int, text: Text, fit: TextFit) -> TextItem:
+        most, cuts, keeps_end = fit.most, fit.cuts, fit.keeps_end or self._truncates_left
         tokenizer, (first, second) = self._plain, (text, None) if isinstance(text, str) else text
         if second is not None and _excess(tokenizer, first, most) is not None:
             raise TooManyTokensError(number)
         last = first if second is None else second
-        if (excess := _excess(tokenizer, last, most, from_end=self._truncates_left)) is not None:
-            if not truncate:
+        if (excess := _excess(tokenizer, last, most, from_end=keeps_end)) is not None:
+            if not cuts:
                 raise TooManyTokensError(number)
-            last = last[-excess:] if self._truncates_left else last[:excess]
+            last = last[-excess:] if keeps_end else last[:excess]
         parts = [last] if second is None else [first, last]
         (encoding,) = tokenizer.encode_batch_fast([last if second is None else (first, last)])
-        if len(encoding) > most and truncate:
+        if len(encoding) > most and cuts:
             encodings = tokenizer.encode_batch_fast(parts, add_special_tokens=False)
             room = most - tokenizer.num_special_tokens_to_add(second is not None) - sum(map(len, encodings[:-1]))
-            encodings[-1].truncate(max(1, room), direction="left" if self._truncates_left else "right")
+            encodings[-1].truncate(max(1, room), direction="left" if keeps_end else "right")
             encoding = tokenizer.post_process(*encodings)  # type: ignore[arg-type]  # the stub allows no pair
         if len(encoding) > most:
             raise TooManyTokensError(number)

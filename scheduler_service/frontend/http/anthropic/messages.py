@@ -16,7 +16,7 @@ from scheduler_service.frontend.http.anthropic.chat import chat_fields
 from scheduler_service.frontend.http.anthropic.errors import error_body
 from scheduler_service.frontend.http.anthropic.fields import CountFields, MessagesFields
 from scheduler_service.frontend.http.call import Call
-from scheduler_service.frontend.http.chat_answers import ChatDelta
+from scheduler_service.frontend.http.chats.chat_answers import ChatDelta
 from scheduler_service.frontend.http.errors import HttpError, failed, refused_by
 from scheduler_service.frontend.http.openai.chat import TOKEN_BYTES
 from scheduler_service.frontend.http.openai.chat_request import chat_request

@@ -21,7 +21,7 @@ class CallObject:
         self._closers: list[str] = []
         self._is_key: list[bool] = []
         self._in_string = self._skips_one = False
-        self._whole: tuple[int, str] = (0, "{}")
+        self._completed_end = 0  # the text up to here is an object, if all that is open is closed behind it
 
     def add(self, text: str) -> None:
         """Add text. The time is linear in the text's length."""
@@ -33,11 +33,10 @@ class CallObject:
 
     def text(self) -> str:
         """The object as JSON text. A number at the end of a cut call has the digits that the model has written."""
-        whole = "".join(self._parts)
-        length, closers = self._whole
-        for candidate in (whole + "".join(reversed(self._closers)), whole[:length] + closers):
-            if _is_object(candidate):
-                return candidate
+        whole, closers = "".join(self._parts), "".join(reversed(self._closers))
+        for part in (whole, whole[: self._completed_end]):
+            if _is_object(part + closers):
+                return part + closers
         return "{}"
 
     def value(self) -> dict[str, Any]:
@@ -83,8 +82,8 @@ class CallObject:
         return found.end()
 
     def _completed(self, end: int) -> None:
-        """The text up to `end` is an object, if all that is open is closed behind the text."""
-        self._whole = (self._length + end, "".join(reversed(self._closers)))
+        """Note a completed part. Every bracket completes a part, so `_closers` are those behind the last part."""
+        self._completed_end = self._length + end
 
 
 def _is_object(text: str) -> bool:

@@ -13,8 +13,8 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.calls.errors import RequestError
 from scheduler_service.frontend.chat.events import CallArguments, CallEnded, CallStarted, Content, Event, Reasoning
 from scheduler_service.frontend.http.call import Call
-from scheduler_service.frontend.http.chat_answers import ChatDelta
 from scheduler_service.frontend.http.chats.call_object import CallObject
+from scheduler_service.frontend.http.chats.chat_answers import ChatDelta
 from scheduler_service.frontend.http.chats.thinking import can_think
 from scheduler_service.frontend.http.errors import HttpError, failed, invalid
 from scheduler_service.frontend.http.ollama.fields import (

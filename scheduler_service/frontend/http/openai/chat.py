@@ -12,7 +12,7 @@ from aiohttp import web
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.calls.errors import RequestError
 from scheduler_service.frontend.http.call import Call
-from scheduler_service.frontend.http.chat_answers import ChatDelta
+from scheduler_service.frontend.http.chats.chat_answers import ChatDelta
 from scheduler_service.frontend.http.errors import HttpError, refused_by
 from scheduler_service.frontend.http.openai.chat_choice import ChatChoice
 from scheduler_service.frontend.http.openai.chat_fields import ChatFields

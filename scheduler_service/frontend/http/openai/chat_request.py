@@ -1,7 +1,6 @@
 """Converts the body of a chat to a request of InferenceService."""
 
-import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -154,30 +153,31 @@ def _form_maker(
     sampling: pb.SamplingParams,
     service: Service,
 ) -> Callable[[str], Awaitable[str]] | None:
-    """A function that compiles the form of a message with tool calls, or of an answer in JSON behind reasoning.
+    """A function that compiles the form of a message with tool calls, or of an answer behind reasoning.
 
     Calls are not held to their schemas under `auto` where forms are impossible. Raises HttpError.
     """
-    schema = None
-    if sampling.json_schema and (found.tools or syntax.reasoning):
-        schema = _parsed(sampling.json_schema)
-    budget = fields.thinking_token_budget
+    kind, budget = sampling.WhichOneof("constraint"), fields.thinking_token_budget
+    has_form = kind is not None and bool(found.tools or syntax.reasoning or syntax.has_channels)
     if budget is not None and syntax.reasoning is None:
         raise invalid(
             "thinking_token_budget: the model's chat template has no known reasoning", "thinking_token_budget"
         )
-    if not found.tools and schema is None and budget is None:
+    if not found.tools and not has_form and budget is None:
         return None
-    other = sampling.WhichOneof("constraint")
-    if found.tools and other not in (None, "json_schema"):
-        raise invalid(f"{other} cannot be combined with tools", "tools")
+    if found.tools and kind not in (None, "json_schema"):
+        raise invalid(f"{kind} cannot be combined with tools", "tools")
     if impossible := _impossible(sampling, model):
-        if found.choice == "auto" and schema is None and budget is None:
-            return None
+        if budget is None and (not found.tools or (found.choice == "auto" and not has_form)):
+            return None  # a form alone is refused with the other parameters
         raise invalid(f"tool_choice {found.choice}: {impossible}" if found.tools else impossible)
     closes_objects = sampling.strict or not model.undeclared_keys
-    sampling.ClearField("constraint")
-    sampling.strict = False
+    form: pb.SamplingParams | None = None
+    if has_form:
+        form = pb.SamplingParams()
+        form.CopyFrom(sampling)
+        sampling.ClearField("constraint")
+        sampling.strict = False
     tools = [tool for tool in found.tools if found.named in ("", tool.name)]
     grammars: ToolGrammars = service.grammars(syntax, model)
     parallel = fields.parallel_tool_calls is not False and not found.named
@@ -189,7 +189,7 @@ def _form_maker(
                 found.choice,
                 parallel=parallel,
                 thinking_open=opens_reasoning(syntax, prompt_end),
-                content_schema=schema,
+                form=form,
                 thinking_budget=budget,
                 closes_objects=closes_objects,
             )
@@ -209,13 +209,3 @@ def _impossible(sampling: pb.SamplingParams, model: ServedModel) -> str:
         if getattr(sampling, name):
             return f"forms cannot be combined with {name}"
     return ""
-
-
-def _parsed(schema: str) -> Mapping[str, Any]:
-    try:
-        parsed = json.loads(schema)
-    except (ValueError, RecursionError):
-        raise invalid("the JSON schema is no JSON that can be read", "response_format") from None
-    if not isinstance(parsed, dict):
-        raise invalid("the JSON schema is no object", "response_format")
-    return parsed

@@ -164,8 +164,11 @@ class _Completions:
 
         The other streams then end too, but not in the middle of an event.
         """
-        tasks = [asyncio.create_task(self._follow(number, take)) for number in range(len(self._prompts))]
+        tasks: list[asyncio.Task[None]] = []
         try:
+            for number in range(len(self._prompts)):
+                tasks.append(asyncio.create_task(self._follow(number, take)))
+                await asyncio.sleep(0)  # begun at once, 256 prompts would hold the event loop for 50 ms
             await asyncio.gather(*tasks)
         except RequestError:
             async with self._sending:

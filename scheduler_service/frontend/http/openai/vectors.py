@@ -20,16 +20,19 @@ from scheduler_service.frontend.http.writing import answer_in_parts
 from scheduler_service.frontend.model import ServedModel
 
 T = TypeVar("T")
+Kept = Annotated[int, Field(ge=-1, lt=1 << 32)]
+"""The number of last tokens of a text that are kept. As in vLLM, -1 means as many as the model reads."""
 
 
 class EmbeddingsFields(Fields):
-    """OpenAI's fields, and the fields `normalize`, `truncate` and `priority` of pagewire's own protocol."""
+    """OpenAI's fields, and the fields of pagewire's own protocol."""
 
     input: Texts
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1, lt=1 << 32)] | None = None
     normalize: bool | None = None
     truncate: bool = False
+    truncate_prompt_tokens: Kept | None = None
     priority: Priority = 0
 
 
@@ -46,6 +49,7 @@ class RerankFields(Fields):
     return_documents: bool = True
     pair_format: str = ""
     truncate: bool = False
+    truncate_prompt_tokens: Kept | None = None
     priority: Priority = 0
 
 
@@ -58,6 +62,7 @@ class ScoreFields(Fields):
     documents: str | Annotated[list[str], Field(fail_fast=True, max_length=MAX_TEXTS)] | None = None
     pair_format: str = ""
     truncate: bool = False
+    truncate_prompt_tokens: Kept | None = None
     priority: Priority = 0
 
 
@@ -70,6 +75,7 @@ async def embeddings(call: Call) -> web.StreamResponse:
         dimensions=fields.dimensions or 0,
         normalize=fields.normalize,
         truncate=fields.truncate,
+        truncate_prompt_tokens=_kept(fields.truncate_prompt_tokens, model),
         priority=fields.priority,
         lora_name=call.adapter(fields.model, model),
     )
@@ -95,6 +101,10 @@ async def vectors_of(call: Call, asked: pb.EmbedRequest) -> tuple[list[bytearray
             found[message.index] += message.vectors
             num_tokens += message.usage.prompt_tokens
     return found, num_tokens
+
+
+def _kept(given: int | None, model: ServedModel) -> int | None:
+    return model.context_length if given == -1 else given
 
 
 def _input(given: str | list[int]) -> pb.EmbedInput:
@@ -165,6 +175,7 @@ async def _scores(
         top_n=top_n,
         pair_format=fields.pair_format,
         truncate=fields.truncate,
+        truncate_prompt_tokens=_kept(fields.truncate_prompt_tokens, model),
         priority=fields.priority,
         lora_name=call.adapter(fields.model, model),
     )

@@ -39,9 +39,9 @@ def chat_fields(fields: ResponseFields, messages: list[Any]) -> ChatFields:
     if fields.has_logprobs:
         found.logprobs, found.top_logprobs = True, fields.top_logprobs
     found.tool_choice = _choice(fields.tool_choice)
+    found.parallel_tool_calls = fields.parallel_tool_calls
     if tools:
         found.tools = [ToolField(type="function", function=_function(tool)) for tool in tools]
-        found.parallel_tool_calls = fields.parallel_tool_calls
     elif found.tool_choice in ("none", "auto"):
         found.tool_choice = None
     if fields.reasoning is not None:

@@ -55,7 +55,7 @@ class _Messages:
             case Message(role=role) as message:
                 self._ask(role, message.text(place))
             case Reasoning() as reasoning:
-                self._think(reasoning.text)
+                self._think(reasoning.text(place))
             case FunctionCall() as call:
                 function = {"name": call.name, "arguments": call.arguments}
                 said = {"id": call.call_id, "type": "function", "function": function}

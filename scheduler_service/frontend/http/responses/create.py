@@ -10,7 +10,7 @@ from aiohttp import web
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.calls.errors import RequestError
 from scheduler_service.frontend.http.call import Call
-from scheduler_service.frontend.http.chat_answers import ChatDelta
+from scheduler_service.frontend.http.chats.chat_answers import ChatDelta
 from scheduler_service.frontend.http.errors import HttpError, failed, refused_by
 from scheduler_service.frontend.http.openai.chat import LOGPROB_BYTES, TOKEN_BYTES
 from scheduler_service.frontend.http.openai.chat_request import chat_request
@@ -57,7 +57,12 @@ class _Creation:
             request = await self._request()
             name = fields.model or self._model.name
             self._response = ResponseObject(f"resp_{self._base}", name, fields, self._model.defaults)
-            self._output = OutputItems(self._base, request.syntax.call_id, is_streamed=fields.stream is True)
+            self._output = OutputItems(
+                self._base,
+                request.syntax.call_id,
+                is_streamed=fields.stream is True,
+                has_encrypted=fields.has_encrypted,
+            )
             async with call.service.chat(request, call.metadata) as deltas:
                 async for delta in deltas:
                     await self._add(delta)

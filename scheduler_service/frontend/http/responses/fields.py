@@ -10,12 +10,14 @@ from scheduler_service.frontend.http.openai.chat_fields import MAX_TOOLS, Functi
 from scheduler_service.frontend.http.openai.sampling_fields import JsonSchema
 
 LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED = "reasoning.encrypted_content"
 MAX_ID_LENGTH = 512
 Id = Annotated[str, Field(max_length=MAX_ID_LENGTH)]
 """The id of an item or a call, of any form."""
 Name = Annotated[str, Field(max_length=1024)]
 Included = Literal[
     "message.output_text.logprobs",
+    "reasoning.encrypted_content",
     "message.input_image.image_url",
     "file_search_call.results",
     "web_search_call.results",
@@ -23,7 +25,7 @@ Included = Literal[
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
 ]
-"""Values of `include`. Only log-probabilities can occur here: the other values are about pictures and hosted tools."""
+"""Values of `include`. Only the first two can occur here: the others are about pictures and hosted tools."""
 
 
 class FunctionTool(Function):
@@ -99,3 +101,7 @@ class ResponseFields(Fields):
     @property
     def has_logprobs(self) -> bool:
         return LOGPROBS in (self.include or ())
+
+    @property
+    def has_encrypted(self) -> bool:
+        return ENCRYPTED in (self.include or ())

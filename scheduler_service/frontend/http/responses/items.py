@@ -8,6 +8,7 @@ from pydantic import Field
 from scheduler_service.frontend.http.body import Part, parse_part
 from scheduler_service.frontend.http.errors import HttpError, invalid
 from scheduler_service.frontend.http.responses.fields import Id
+from scheduler_service.frontend.http.responses.reasoning_content import decode_reasoning
 
 Parts = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
@@ -49,14 +50,18 @@ class Message(Item):
 
 
 class Reasoning(Item):
-    """The reasoning of an earlier answer: the reasoning itself or, without it, a summary."""
+    """The reasoning of an earlier answer: the reasoning itself, as `content` or encoded, or else a summary."""
 
     type: Literal["reasoning"]
     summary: Annotated[list[ReasoningPart], Field(fail_fast=True)] = Field(default_factory=list)
     content: Annotated[list[ReasoningPart], Field(fail_fast=True)] | None = None
+    encrypted_content: str | None = None
 
-    @property
-    def text(self) -> str:
+    def text(self, place: str) -> str:
+        """Raises HttpError."""
+        encoded = self.encrypted_content and decode_reasoning(self.encrypted_content, place)
+        if encoded and not self.content:
+            return encoded
         return "\n".join(part.text for part in self.content or self.summary)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from scheduler_service.frontend.chat.events import CallArguments, CallEnded, CallStarted, Content, Event, Reasoning
 from scheduler_service.frontend.http.openai.chat_choice import new_call_id
+from scheduler_service.frontend.http.responses.reasoning_content import encode_reasoning
 
 Kind = Literal["reasoning", "message", "function_call"]
 Shown = tuple[str, str]
@@ -24,13 +25,17 @@ _DELTAS: dict[Kind, str] = {
 
 @dataclass(slots=True)
 class OutputItem:
-    """An item so far. `logprobs`: JSON texts of the log-probabilities of the item's tokens."""
+    """An item so far. `logprobs`: JSON texts of the log-probabilities of the item's tokens.
+
+    `has_encrypted`: reasoning has the field `encrypted_content`.
+    """
 
     kind: Kind
     id: str
     index: int
     name: str = ""
     call_id: str = ""
+    has_encrypted: bool = False
     status: str = "in_progress"
     texts: list[str] = field(default_factory=list)
     logprobs: list[str] = field(default_factory=list)
@@ -50,6 +55,8 @@ class OutputItem:
         if self.kind == "function_call":
             return json.dumps(said | {"call_id": self.call_id, "name": self.name, "arguments": text})
         said |= {"role": "assistant"} if self.kind == "message" else {"summary": list[str]()}
+        if self.kind == "reasoning" and self.has_encrypted:
+            said["encrypted_content"] = None if is_empty else encode_reasoning(text)
         content = "" if is_empty else self.part()
         return f'{json.dumps(said)[:-1]}, "content": [{content}]}}'
 
@@ -70,11 +77,12 @@ class OutputItem:
 class OutputItems:
     """The items so far. `base`: a hexadecimal text that only this response has. `call_id`: as in a `ChatSyntax`.
 
-    `is_streamed`: yield the events of a stream.
+    `is_streamed`: yield the events of a stream. `has_encrypted`: as in an `OutputItem`.
     """
 
-    def __init__(self, base: str, call_id: str = "", *, is_streamed: bool = True) -> None:
+    def __init__(self, base: str, call_id: str = "", *, is_streamed: bool = True, has_encrypted: bool = False) -> None:
         self._base, self._call_id, self._is_streamed = base, call_id, is_streamed
+        self._has_encrypted = has_encrypted
         self.items: list[OutputItem] = []
         self._logprobs: list[str] = []  # of tokens whose text is not known yet
         self.num_tokens = self.num_reasoning_tokens = 0
@@ -123,7 +131,8 @@ class OutputItems:
             return
         yield from self._close()
         index = len(self.items)
-        item = OutputItem(kind, f"{_PREFIXES[kind]}_{self._base}{index:04x}", index, name, call_id)
+        item_id = f"{_PREFIXES[kind]}_{self._base}{index:04x}"
+        item = OutputItem(kind, item_id, index, name, call_id, self._has_encrypted)
         self.items.append(item)
         if self._is_streamed:
             yield from _begun(item)
