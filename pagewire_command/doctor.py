@@ -17,7 +17,7 @@ from pagewire_common.version import DISTRIBUTION
 
 GIB = 2**30
 MIN_BYTES = GIB
-"""Free memory with which the default model is served: both services took 0.9 GiB."""
+"""Free memory with which the default model is served: both services took 0.9 GiB (proportional set size)."""
 CACHE_SHARE = 0.2
 """Share of the memory that is left for keys and values."""
 MODEL_BYTES = 0.4 * GIB

@@ -2,6 +2,7 @@
 
 import hashlib
 import platform
+import re
 import sys
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
@@ -59,11 +60,13 @@ SOURCES = Path(__file__).parent / "csrc"
 
 def library_path(instruction_set: str) -> Path:
     """The name contains the versions of Python and torch, and a hash of sources and flags: other libraries do not
-    fit."""
+    fit. torch's own builds of a version share all headers but CUDA's: a library of 2.13.0+cpu runs with 2.13.0+cu130.
+    """
     digest = hashlib.sha256(repr((FLAGS, INSTRUCTION_SETS[instruction_set].flags)).encode())
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(hashlib.sha256(source.read_bytes()).digest())
-    built_for = f"{sys.implementation.cache_tag}-torch{torch.__version__}"
+    version = re.sub(r"\+(cpu|cu\d+|rocm[\d.]+|xpu)$", "", torch.__version__)
+    built_for = f"{sys.implementation.cache_tag}-torch{version}"
     return FOLDER / f"{instruction_set}-{built_for}-{digest.hexdigest()[:12]}.so"
 
 

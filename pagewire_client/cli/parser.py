@@ -55,7 +55,7 @@ def parse_arguments(
 def make_parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=version_of(program))
-    add_commands(parser.add_subparsers(dest="command", required=True))
+    add_commands(parser.add_subparsers(dest="command", required=True, metavar="COMMAND"))
     return parser
 
 

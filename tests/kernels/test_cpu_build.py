@@ -85,6 +85,18 @@ def test_a_machine_runs_the_libraries_whose_instructions_it_has_the_best_first(
     assert library.supported() == expected
 
 
+@pytest.mark.parametrize(("version", "is_same"), [("2.13.0+cu130", True), ("2.13.0+git1", False), ("2.14.0", False)])
+def test_a_library_fits_every_build_of_torchs_version(
+    version: str, is_same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wheel that was built beside the CPU build runs beside the CUDA build of PyPI."""
+    (name, *_) = library.INSTRUCTION_SETS
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+    path = library.library_path(name)
+    monkeypatch.setattr(torch, "__version__", version)
+    assert (library.library_path(name) == path) is is_same
+
+
 def test_two_libraries_in_one_process_are_two() -> None:
     """Otherwise whatever is tested for each instruction set would be tested for the first alone."""
     modules = load_cpu_libraries()

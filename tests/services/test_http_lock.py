@@ -42,7 +42,9 @@ class Served:
 
     def client(self, key: str) -> openai.AsyncOpenAI:
         http = openai.DefaultAsyncHttpxClient(verify=self.context)
-        return openai.AsyncOpenAI(base_url=f"https://{self.address}/v1", api_key=key, max_retries=0, http_client=http)
+        return openai.AsyncOpenAI(
+            base_url=f"{self.scheduler.http_url}/v1", api_key=key, max_retries=0, http_client=http
+        )
 
     async def state(self) -> ClusterState:
         async with Admin(self.scheduler.admin_target, api_key=KEYS["admin"], tls=self.folder) as admin:

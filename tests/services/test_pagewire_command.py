@@ -26,6 +26,8 @@ from scheduler_service.settings import SchedulerSettings
 from worker_service.execution.startup import capacity
 from worker_service.settings import WorkerSettings
 
+REAL_GPUS = machine.gpus
+
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
     monkeypatch.setattr(sys, "argv", ["pagewire", *words])
@@ -153,9 +155,19 @@ def test_the_doctor_says_which_models_fit(facts: dict[str, doctor.Fact]) -> None
     assert facts["models"].found == "billions of parameters: bf16 5.0, w8a8 9.4, int4 16.0"
     assert facts["models"].verdict == "fit, with 20% left for the KV cache; no int8 with these kernels"
     assert facts["instructions"][1:3] == ("avx2 f16c fma3", "kernels are compiled for avx2")
-    on_gpu = doctor._models(10_000_000_000, "triton", on_gpu=True)
-    assert on_gpu.found == "billions of parameters: bf16 4.0, fp8 8.0"
     assert all(fact.serves for fact in facts.values())
+
+
+@pytest.mark.usefixtures("facts")
+def test_on_a_gpu_its_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (10 << 30, 16 << 30))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "Card")
+    monkeypatch.setattr(machine, "gpus", REAL_GPUS)
+    facts = {fact.name: fact for fact in doctor._device()}
+    assert facts["GPU"].found == "Card, 10.0 of 16.0 GiB free"
+    assert facts["models"].found == "billions of parameters: bf16 4.3, fp8 8.6"
 
 
 def test_the_doctor_fails_only_where_serving_is_impossible(
