@@ -164,7 +164,7 @@ async def test_a_request_goes_on_with_workers_of_another_size(byte_tokenizer_dir
             await one.kill()
             await one.start(smaller)
             assert sum([len(delta.token_ids) async for delta in state.stream]) == 40
-        assert (await one.link.model()).pool_tokens == model.pool_tokens / 2
+        assert (await one.link.model()).pool_tokens < model.pool_tokens
 
 
 async def test_an_engine_with_another_model_or_none_ends_the_front_end(

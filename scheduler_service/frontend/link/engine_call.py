@@ -176,8 +176,7 @@ class EngineCall:
             admit = pb.Admit()
             admit.CopyFrom(self._admit)
             admit.restores = True
-            before, self._admission = self._admission, connection.question(self.number, restores=True, admit=admit)
-            self._admission.add_done_callback(lambda answer: self._restored(answer, before.result().adapter_id))
+            connection.question(self.number, restores=True, admit=admit).add_done_callback(self._readmitted)
         if (
             self._submission is None
             or self._queued is None
@@ -194,16 +193,20 @@ class EngineCall:
         message = await _encode(self._submission._replace(supersedes=False, model=model), self._link)
         if self.number in self._link.open_calls:  # not closed meanwhile
             queued = connection.question(self.number, restores=True, submit=message)
-            queued.add_done_callback(self._restored)
+            queued.add_done_callback(self._resubmitted)
 
-    def _restored(self, answer: asyncio.Future[pb.Answer], adapter_id: str = "") -> None:
-        found = answer.result()
-        error = RequestError(CODES[found.code], found.message) if found.code else None
-        if error is None and adapter_id and found.adapter_id != adapter_id:
+    def _readmitted(self, answer: asyncio.Future[pb.Answer]) -> None:
+        assert self._admission is not None
+        if not answer.result().code and answer.result().adapter_id != self._admission.result().adapter_id:
             reason = "the adapter has other weights since the engine's restart"
-            error = RequestError(grpc.StatusCode.FAILED_PRECONDITION, reason)
-        if error is not None and self._state is not None:
-            self._state.stream.fail(error)
+            answer.result().code, answer.result().message = grpc.StatusCode.FAILED_PRECONDITION.value[0], reason
+        self._admission = answer
+        self._resubmitted(answer)
+
+    def _resubmitted(self, answer: asyncio.Future[pb.Answer]) -> None:
+        found = answer.result()
+        if found.code and self._state is not None:
+            self._state.stream.fail(RequestError(CODES[found.code], found.message))
 
 
 async def _encode(submission: _Submission, link: EngineLink) -> pb.Submit:
