@@ -155,7 +155,7 @@ def load_settings(cls: type[Settings], program: str, arguments: Sequence[str] | 
     except ValidationError as error:
         first = error.errors()[0]
         field = str(first["loc"][0]).replace("_", "-")
-        value = "" if first["type"] == "missing" else f" (got {first['input']!r})"
+        value = "" if first["type"] == "missing" or field.endswith("-secret") else f" (got {first['input']!r})"
         sys.exit(f"{program}: --{field}: {first['msg'].removeprefix('Value error, ')}{value}")
     except Exception as error:  # for flags that it cannot parse, the settings library raises its own errors
         sys.exit(f"{program}: {error}")

@@ -1,7 +1,9 @@
 """The scheduler service's settings."""
 
 import re
+import secrets
 from collections.abc import Mapping
+from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -16,6 +18,7 @@ from scheduler_service.targets import is_name, parse_target
 # Above this, a step's answer could exceed the size limit of a gRPC message.
 MAX_BATCHED_TOKENS = 131_072
 MAX_SEQS = 8192
+MIN_SECRET = 16
 
 _ORIGIN = re.compile(r"\*|https?://[^\s/,@?#]+")
 
@@ -91,6 +94,12 @@ class SchedulerSettings(ServiceSettings):
         None,
         description="one API key with all rights; set it in the environment, because other users can see a command's "
         "flags",
+    )
+    resume_secret: SecretStr | None = Field(
+        None,
+        validate_default=True,
+        description="key that signs the ids of events over HTTP; schedulers with the same key resume each other's "
+        "streams; set it in the environment; by default a new key at each start",
     )
     frontends: int = Field(
         1,
@@ -221,6 +230,21 @@ class SchedulerSettings(ServiceSettings):
         if new.get("long_prefill_token_threshold") == "0":
             del new["long_prefill_token_threshold"]
         return new
+
+    @field_validator("resume_secret")
+    @classmethod
+    def _is_long_or_new(cls, resume_secret: SecretStr | None) -> SecretStr:
+        """A new secret is that of all engines which this process starts."""
+        secret = resume_secret or SecretStr(secrets.token_hex(MIN_SECRET))
+        if len(secret) < MIN_SECRET:
+            raise ValueError(f"it must have at least {MIN_SECRET} characters")
+        return secret
+
+    @property
+    def resume_key(self) -> bytes:
+        """The key of the signatures of event ids, 32 bytes."""
+        assert self.resume_secret is not None
+        return blake2b(self.resume_secret.get_secret_value().encode(), digest_size=32).digest()
 
     @field_validator("worker_identity")
     @classmethod

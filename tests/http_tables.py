@@ -71,7 +71,7 @@ STATUSES = {
     403: "the API key may not use the model or the adapter",
     404: "the model is not served, or the route does not exist",
     408: "the body does not arrive within `--receive-timeout`",
-    409: "`request_id` names a request that is in flight",
+    409: "`request_id` names a request that is in flight, or `Last-Event-ID` belongs to another request",
     413: "the body is too large",
     415: "the body is compressed, or its content type is not `application/json`",
     429: "the queue is full, or the key's quota is used up",

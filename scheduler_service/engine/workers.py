@@ -159,12 +159,15 @@ class Outage:
         begins.set()
         ends.clear()
 
-    async def watch_health(self) -> AsyncIterator[bool]:
-        """Yield whether clients should use this server: True as soon as a worker serves, then each change."""
+    async def watch_health(self, patience: float | None = None) -> AsyncIterator[bool]:
+        """Yield whether clients should use this server: True as soon as a worker serves, then each change.
+
+        `patience`: seconds after which an outage shows; by default those that requests wait.
+        """
         while True:
             await self._ended.wait()
             yield True
-            while await self._ends_in_time(self._patience):
+            while await self._ends_in_time(self._patience if patience is None else patience):
                 pass
             yield False
 

@@ -42,7 +42,7 @@ class InferenceServicer(InferenceServiceServicer):
         self, request: pb.GenerateRequest, context: Context
     ) -> None:
         operation = CHAT if request.HasField("chat") else TEXT_COMPLETION
-        await generate(self._link, request, context, _Messages, operation=operation)
+        await generate(self._link, request, context, Messages, operation=operation)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         note(request_id=request.request_id)
@@ -101,7 +101,7 @@ def _num_bytes(request: pb.TokenizeRequest | pb.DetokenizeRequest) -> int:
     return max(request_size.get(), request.ByteSize())
 
 
-class _Messages:
+class Messages:
     """Converts each delta to a message. An output's first message also has the data for resuming."""
 
     def __init__(self, state: RequestState, model: ServedModel) -> None:

@@ -5,6 +5,7 @@ import signal
 from typing import Any
 
 import openai
+from event_streams import Repeated, summed
 from fleet_helpers import Serve
 from processes import Workers
 
@@ -60,3 +61,32 @@ async def test_lost_workers_are_not_seen_over_http(workers: Workers, serve: Serv
             await fleet.until(lambda state: all(worker.connected for worker in state.workers))
             is_over = True
     await fleet.check_empty()
+
+
+async def test_streams_go_on_at_another_scheduler_after_worker_and_scheduler_were_killed(
+    workers: Workers, serve: Serve
+) -> None:
+    """The other scheduler has nothing but the ids of the events."""
+    (worker,) = workers.up(1)
+    secret = ("--resume-secret", "a secret of two schedulers")
+    first = await serve([worker.address], *secret)
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "n": 2, "max_tokens": 30},
+        "/v1/completions": {"prompt": "a", "max_tokens": 30, "logprobs": 1},
+    }
+    broken = [
+        Repeated(f"http://{first.scheduler.http_address}", route, body | {"stream": True})
+        for route, body in bodies.items()
+    ]
+    wholes = await asyncio.gather(*(request.events() for request in broken))
+    for member in (worker, first.scheduler):
+        member.signal(signal.SIGKILL)
+        member.wait()
+    workers.up(1)
+    other = await serve([worker.address], *secret)
+    for request, whole in zip(broken, wholes, strict=True):
+        request.url = f"http://{other.scheduler.http_address}"
+        middle = len(whole) // 2
+        resumed = await request.events(whole[middle].id)
+        assert summed(whole[: middle + 1] + resumed) == summed(whole)
+    await other.check_empty()

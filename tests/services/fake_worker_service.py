@@ -128,14 +128,14 @@ def _methods(worker: FakeWorkerService) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def serving(worker: FakeWorkerService) -> AsyncIterator[str]:
-    """Serve on a free port; yields the address."""
+async def serving(worker: FakeWorkerService, listen: str = "127.0.0.1:0") -> AsyncIterator[str]:
+    """Serve on a free port, or this; yields the address."""
     server = grpc.aio.server()
     server.add_generic_rpc_handlers(
         [grpc.method_handlers_generic_handler("pagewire.v1.WorkerService", _methods(worker))]
     )
     health_pb2_grpc.add_HealthServicer_to_server(worker, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(listen)
     await server.start()
     yield f"127.0.0.1:{port}"
     worker.runs.set()

@@ -47,7 +47,8 @@ async def stream(url: str, **fields: Any) -> list[dict[str, Any]]:
     assert blocks.pop() == ""
     events = []
     for number, block in enumerate(blocks):
-        first, second = block.split("\n")
+        first, second, event_id = block.split("\n")
+        assert event_id.startswith("id: ")
         event = json.loads(second.removeprefix("data: "))
         assert first == f"event: {event['type']}"
         assert event["sequence_number"] == number

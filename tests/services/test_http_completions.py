@@ -381,7 +381,7 @@ class _FakeService:
         return self._model
 
     @asynccontextmanager
-    async def generate(self, asked: pb.GenerateRequest, _: Any) -> AsyncIterator[AsyncIterator[pb.GenerateResponse]]:
+    async def generate(self, asked: pb.GenerateRequest, *_: Any) -> AsyncIterator[AsyncIterator[pb.GenerateResponse]]:
         yield self._messages(breaks=self._breaks and asked.text == "breaks")
 
     async def _messages(self, *, breaks: bool) -> AsyncIterator[pb.GenerateResponse]:

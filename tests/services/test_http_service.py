@@ -1,6 +1,7 @@
 """A call of an HTTP request is a call of InferenceService in the same process, in step with its reader."""
 
 import asyncio
+from itertools import pairwise, product
 from typing import Any
 
 import grpc
@@ -8,6 +9,9 @@ import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.calls.errors import RequestError
+from scheduler_service.frontend.chat.find_syntax import find_syntax
+from scheduler_service.frontend.chat.parser import ChatParser
+from scheduler_service.frontend.http.chats.chat_answers import ReasoningCount
 from scheduler_service.frontend.http.openai.chat import ended
 from scheduler_service.frontend.http.openai.chat_choice import ChatChoice
 from scheduler_service.frontend.http.service import _streaming
@@ -76,3 +80,19 @@ def test_one_of_several_outputs_that_fails_says_why_and_the_others_go_on() -> No
     error = pb.OutputError(code=grpc.StatusCode.INTERNAL.value[0], message="it broke")
     message = pb.GenerateResponse(finish_reason=pb.FINISH_REASON_ERROR, error=error)
     assert ended(ChatChoice(0, "a"), message) == {"finish_reason": "error", "stop_reason": "it broke"}
+
+
+def test_the_number_of_reasoning_tokens_does_not_depend_on_how_an_output_is_cut() -> None:
+    syntax = find_syntax("<think></think>", None)
+    assert syntax is not None
+    for texts, close_id, expected in (
+        (["<think>", "\n", "a", "b", "</think>", "c", "d"], 4, 5),
+        (["<think>", "a", "b"], 9, 3),
+        (["a", "b", "</think>", "c"], 2, 0),
+        (["<think>", "</think>", "c", "d"], 1, 0),
+    ):
+        for is_cut in product((False, True), repeat=len(texts) - 1):
+            parser, count = ChatParser(syntax, "", ()), ReasoningCount(close_id)
+            borders = [0, *(place for place, cut in enumerate(is_cut, 1) if cut), len(texts)]
+            deltas = [(range(*part), parser.feed("".join(texts[slice(*part)]))) for part in pairwise(borders)]
+            assert sum(count.count(token_ids, events) for token_ids, events in deltas) == expected, (texts, borders)

@@ -124,6 +124,7 @@ def test_a_lock_of_the_environment_that_is_empty_does_not_open_the_service(servi
         ("--delay-factor", "inf", "a finite number"),
         ("--delay-factor", "2", "give --phase-rule separate as well"),
         ("--tenant-weights", '{"a": Infinity}', "a finite number"),
+        ("--resume-secret", "too short", "it must have at least 16 characters\n"),  # and is not shown
     ],
 )
 def test_settings_that_cannot_work_are_refused_with_the_field_and_the_bound(flag: str, value: str, bound: str) -> None:

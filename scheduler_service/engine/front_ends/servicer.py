@@ -35,6 +35,8 @@ STATISTICS_SECONDS = 1.0
 """Seconds that a scrape waits for front ends' counts."""
 SHOW_SECONDS = 10.0
 """Seconds at the start until one SERVING front end suffices."""
+OUTAGE_SECONDS = 1.0
+"""Seconds without a worker after which front ends answer 503 to readiness probes over HTTP."""
 BEAT_SECONDS = 5.0
 MAX_SILENT_SECONDS = 30.0
 """Seconds without counts, asked for every BEAT_SECONDS, after which a hanging front end is killed. Its counts since the
@@ -80,6 +82,7 @@ class FrontEnds(EngineServiceServicer):
             asyncio.create_task(connection.watch()),
             asyncio.create_task(connection.watch_backlog()),
             asyncio.create_task(connection.tell_model()),
+            asyncio.create_task(connection.tell_fleet()),
         ]
         try:
             await asyncio.wait(tasks[:4], return_when=asyncio.FIRST_COMPLETED)
@@ -197,6 +200,7 @@ class FrontEndConnection:
                 stall_timeout=engine.settings.stall_timeout,
                 unread_bytes=most_bytes,
                 cache_secret=engine.cache_secret,
+                resume_secret=engine.settings.resume_key,
                 prefix_caching=engine.settings.prefix_caching,
                 keys=None if engine.keyring is None else engine.keyring.encode(),
             ),
@@ -262,6 +266,11 @@ class FrontEndConnection:
                 self.outbox.tell(0, model_file=part)
         self.outbox.tell(0, model=model)
         self.outbox.tell(0, health=pb.Health(serving=self._front_ends.is_serving))
+
+    async def tell_fleet(self) -> None:
+        """Tell whether workers take requests, until cancelled."""
+        async for serves in self._engine.workers.outage.watch_health(OUTAGE_SECONDS):
+            self.outbox.tell(0, fleet=pb.Fleet(serves=serves))
 
     # ---- messages from the front end
 

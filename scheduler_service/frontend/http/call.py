@@ -1,20 +1,26 @@
 """One HTTP request, with what its route needs to answer it."""
 
+import asyncio
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import TypeVar
 
 from aiohttp import web
 
 from pagewire_common.calls.request_limits import request_size
-from scheduler_service.access.caller import caller
+from scheduler_service.access.caller import caller, tenant_of
 from scheduler_service.frontend.http.body import Part, parse, parsed_bytes, read_body
-from scheduler_service.frontend.http.errors import HttpError
+from scheduler_service.frontend.http.errors import HttpError, invalid
 from scheduler_service.frontend.http.limits import MAX_SOUND_FORM_BYTES, Held
+from scheduler_service.frontend.http.resuming.event_ids import FIRST, HEADER, EventIds
+from scheduler_service.frontend.http.resuming.event_stream import EventStream
 from scheduler_service.frontend.http.service import Metadata, Service
 from scheduler_service.frontend.http.token_texts import TokenTexts
 from scheduler_service.frontend.model import ServedModel
 
 AnyFields = TypeVar("AnyFields", bound=Part)
+HASHED_AT_ONCE = 1 << 20
+"""Bytes of a body that are hashed in one turn of the event loop, in about 1 ms."""
 
 
 @dataclass(slots=True)
@@ -32,6 +38,7 @@ class Call:
     receive_seconds: float
     texts: TokenTexts
     request_id: str = ""
+    body_digest: bytes = b""
 
     @property
     def most_bytes(self) -> int:
@@ -48,7 +55,31 @@ class Call:
         body = await read_body(self.request, self.held, self.most_bytes, self.receive_seconds)
         request_size.set(len(body))  # a body in chunks tells no length before
         self.held.take(parsed_bytes(body))
+        hashed = blake2b()
+        for start in range(0, len(body), HASHED_AT_ONCE):
+            hashed.update(body[start : start + HASHED_AT_ONCE])
+            if len(body) > HASHED_AT_ONCE:
+                await asyncio.sleep(0)
+        self.body_digest = hashed.digest()
         return parse(body, kind)
+
+    def events(
+        self, model: ServedModel, *, is_streamed: bool, num_outputs: int = 1, has_ids: bool = False
+    ) -> EventStream:
+        """The events of the answer. `has_ids`: they have ids without being asked for. Raises HttpError."""
+        last_id = self.request.headers.get(HEADER, "")
+        if not is_streamed:
+            if last_id:
+                raise invalid(f"{HEADER} is for streams; set stream: true", HEADER)
+            return EventStream(self.request, num_outputs)
+        if not last_id and not has_ids:
+            return EventStream(self.request, num_outputs)
+        names = (self.request.rel_url.raw_path, tenant_of(""), model.fingerprint)
+        repeated = blake2b("\0".join(names).encode() + self.body_digest, digest_size=16).digest()
+        ids = EventIds(self.service.link.welcome.result().resume_secret, repeated)
+        if last_id in ("", FIRST):
+            return EventStream(self.request, num_outputs, ids)
+        return EventStream(self.request, num_outputs, ids, *ids.read(last_id, num_outputs))
 
     async def model(self) -> ServedModel:
         """The served model. Raises RequestError."""

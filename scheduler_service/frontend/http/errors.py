@@ -33,6 +33,7 @@ _NAMES = {status: code.name for code, (status, _) in reversed(_STATUSES.items())
 _NAMED = re.compile(r"(sampling\.|chat\.)(\w+)")
 RETRY_SECONDS = 1
 """Seconds of the header Retry-After. Pauses of a fleet, such as the loss of a worker, last about a second."""
+RETRY_AFTER = {"Retry-After": str(RETRY_SECONDS)}
 
 
 class HttpError(Exception):
@@ -49,7 +50,7 @@ class HttpError(Exception):
 
     def response(self, body: dict[str, Any] | None = None) -> web.Response:
         """The answer. `body`: the error in the format of another API than OpenAI's."""
-        headers = {"Retry-After": str(RETRY_SECONDS)} if self.status in (429, 503) else None
+        headers = RETRY_AFTER if self.status in (429, 503) else None
         return web.json_response(body or self.body, status=self.status, headers=headers)
 
 

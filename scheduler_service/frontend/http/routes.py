@@ -50,6 +50,8 @@ ROUTES: dict[str, Route] = {
     "GET /api/tags": ollama.tags,
     "GET /api/version": ollama.show_version,
 }
+RESUMABLE = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"))
+"""Paths whose streams a client can resume."""
 _MODELS = re.compile(r"/v1/models(/.+)?")
 _RESPONSE = re.compile(r"/v1/responses/[^/]+(/input_items)?")
 

@@ -23,10 +23,11 @@ from scheduler_service.access.audit import Lines, begin_line
 from scheduler_service.access.caller import caller
 from scheduler_service.frontend.http.call import Call
 from scheduler_service.frontend.http.cors import Origins
-from scheduler_service.frontend.http.errors import HttpError, grpc_name, http_status, refused_by
+from scheduler_service.frontend.http.errors import RETRY_AFTER, HttpError, grpc_name, http_status, invalid, refused_by
 from scheduler_service.frontend.http.limits import Held, Limits, Room, client_of
 from scheduler_service.frontend.http.port import Port, Runner
-from scheduler_service.frontend.http.routes import Api, find_api, find_route
+from scheduler_service.frontend.http.resuming.event_ids import HEADER
+from scheduler_service.frontend.http.routes import RESUMABLE, Api, find_api, find_route
 from scheduler_service.frontend.http.service import Metadata, Service
 from scheduler_service.frontend.http.token_texts import TokenTexts
 from scheduler_service.frontend.http.writing import answer_whole
@@ -127,9 +128,9 @@ class HttpServer:
             return None
         match request.rel_url.raw_path:
             case "/health" | "/liveness" | "/ping":
-                return web.Response(status=200 if self._is_alive else 503)
+                return _health(self._is_alive)
             case "/readiness":
-                return web.Response(status=200 if self._is_alive and self._link.serving else 503)
+                return _health(self._is_alive and self._link.serving and self._link.fleet_serves)
         return None
 
     @web.middleware
@@ -202,6 +203,8 @@ class HttpServer:
         path = request.rel_url.raw_path
         if (route := find_route(request.method, path)) is None:
             raise HttpError(404, "not_found", f"{request.method} {path}"[:MAX_SHOWN] + " is not served here")
+        if path not in RESUMABLE and request.headers.get(HEADER):
+            raise invalid(f"{path[:MAX_SHOWN]} has no streams that {HEADER} could resume", HEADER)
         with Held(self._room, client_of(caller.get(), request.remote or "")) as held:
             seconds, name = self._limits.receive_seconds, request[_NAME]
             answer = await route(Call(request, self._service, _trace(request), held, seconds, self._texts, name))
@@ -209,6 +212,10 @@ class HttpServer:
                 return answer
             held.take(len(answer.body) if isinstance(answer.body, bytes) else 0)
             return await answer_whole(request, answer)
+
+
+def _health(is_well: bool) -> web.Response:
+    return web.Response(status=200) if is_well else web.Response(status=503, headers=RETRY_AFTER)
 
 
 def _request_id(request: web.Request, api: Api) -> str:

@@ -14,18 +14,20 @@ import structlog
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.calls.errors import RequestError
-from scheduler_service.frontend.calls.generation import NO_CHAT, ChatOutput, allowed_model, generate
+from scheduler_service.frontend.calls.generation import NO_CHAT, Answers, ChatOutput, allowed_model, generate
 from scheduler_service.frontend.chat.syntax import ChatSyntax
 from scheduler_service.frontend.chat.tool_grammar import ModelTokens
 from scheduler_service.frontend.chat.tool_grammars import ToolGrammars
 from scheduler_service.frontend.chat.tools import Tool
 from scheduler_service.frontend.http.chats.chat_answers import ChatAnswers, ChatDelta
+from scheduler_service.frontend.http.resuming.event_ids import Position
+from scheduler_service.frontend.http.resuming.replay import Replay, Replayed
 from scheduler_service.frontend.link.engine_call import EngineCall
 from scheduler_service.frontend.link.engine_link import EngineLink
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output.request_state import RequestState
-from scheduler_service.frontend.output.request_trace import CHAT
-from scheduler_service.frontend.servicer import InferenceServicer
+from scheduler_service.frontend.output.request_trace import CHAT, TEXT_COMPLETION
+from scheduler_service.frontend.servicer import InferenceServicer, Messages
 
 log = structlog.get_logger()
 
@@ -91,9 +93,21 @@ class Service:
                 return await allowed_model(self.link)
         return await allowed_model(self.link)
 
-    def generate(self, request: pb.GenerateRequest, metadata: Metadata) -> Streaming[pb.GenerateResponse]:
-        """Begin a Generate call. Yields the call's messages. When the block ends, so does the call."""
-        return _streaming(self._servicer.Generate, request, metadata)
+    def generate(
+        self, request: pb.GenerateRequest, metadata: Metadata, position: Position | None = None
+    ) -> Streaming[pb.GenerateResponse]:
+        """Begin a Generate call. Yields the call's messages. When the block ends, so does the call.
+
+        `position`: where a stream broke that the call repeats. One of the messages ends there.
+        """
+
+        async def method(asked: pb.GenerateRequest, context: Any) -> None:
+            def answers(state: RequestState, model: ServedModel) -> Answers:
+                return _arranged(Messages(state, model), state, model, position)
+
+            await generate(self.link, asked, context, answers, operation=TEXT_COMPLETION)
+
+        return _streaming(method, request, metadata)
 
     def embed(self, request: pb.EmbedRequest, metadata: Metadata) -> Streaming[pb.EmbedResponse]:
         """Begin an Embed call, as `generate`."""
@@ -103,13 +117,14 @@ class Service:
         """Begin a Transcribe call, as `generate`."""
         return _streaming(self._servicer.Transcribe, request, metadata)
 
-    def chat(self, request: ChatRequest, metadata: Metadata) -> Streaming[ChatDelta]:
+    def chat(self, request: ChatRequest, metadata: Metadata, position: Position | None = None) -> Streaming[ChatDelta]:
         """Begin a Generate call whose outputs are parsed as assistants' messages, as `generate`."""
 
         async def method(asked: pb.GenerateRequest, context: Any) -> None:
-            def answers(state: RequestState, model: ServedModel) -> ChatAnswers:
+            def answers(state: RequestState, model: ServedModel) -> Answers:
                 special = model.tokenizer.special_tokens if request.drops_special and model.tokenizer else ()
-                return ChatAnswers(state, request.syntax, request.tools, special)
+                parsed = ChatAnswers(state, request.syntax, request.tools, special, _close_id(request.syntax, model))
+                return _arranged(parsed, state, model, position)
 
             await generate(self.link, asked, context, answers, operation=CHAT, output=request.output)
 
@@ -128,6 +143,10 @@ class Service:
     async def get_model(self, metadata: Metadata) -> pb.GetModelResponse:
         context: Any = LocalContext(metadata)
         return await self._servicer.GetModel(pb.GetModelRequest(), context)
+
+
+def _arranged(answers: Answers, state: RequestState, model: ServedModel, position: Position | None) -> Answers:
+    return answers if position is None else Replayed(answers, Replay(state, model, position))
 
 
 @asynccontextmanager
@@ -167,5 +186,11 @@ def _model_tokens(syntax: ChatSyntax, model: ServedModel) -> ModelTokens:
         return ModelTokens()
     ids = model.tokenizer.added_tokens
     special = {text: ids[text] for text in model.tokenizer.special_tokens}
-    close = ids.get(syntax.reasoning.close.strip()) if syntax.reasoning else None
-    return ModelTokens(special, close, model.eos_token_ids)
+    return ModelTokens(special, _close_id(syntax, model), model.eos_token_ids)
+
+
+def _close_id(syntax: ChatSyntax, model: ServedModel) -> int | None:
+    """The token of the mark that closes reasoning; None if it is not a token."""
+    if model.tokenizer is None or syntax.reasoning is None:
+        return None
+    return model.tokenizer.added_tokens.get(syntax.reasoning.close.strip())

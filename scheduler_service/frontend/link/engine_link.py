@@ -133,7 +133,7 @@ class EngineLink:
         """None if calls need no API key."""
         self.refusals = Refusals()
         self.adapter_names: tuple[str, ...] = ()
-        self.serving = False
+        self.serving = self.fleet_serves = False
         self.serving_changed = asyncio.Event()
         self.open_calls: dict[int, OpenCall] = {}
         """The calls that the engine knows, by number; a call's parts follow it."""
@@ -282,6 +282,8 @@ class EngineLink:
             case "health":
                 self.serving = event.health.serving
                 self.serving_changed.set()
+            case "fleet":
+                self.fleet_serves = event.fleet.serves
             case "statistics_wanted":
                 self.connection.say(0, statistics=self.requests.counts.encode())
             case "keys":

@@ -27,7 +27,6 @@ class Blocks:
     call_id: str = ""
     shows_thinking: bool = True
     num_calls: int = 0
-    is_thinking: bool = False
     _index: int = -1
     _open: str = ""
 
@@ -35,7 +34,6 @@ class Blocks:
         """Convert events. Successive texts of a kind are one block."""
         found: list[dict[str, Any]] = []
         for event in events:
-            self.is_thinking = isinstance(event, Reasoning)
             match event:
                 case Reasoning(text) | Content(text):
                     kind, delta = _TEXTS[type(event)]

@@ -1,7 +1,6 @@
 """Anthropic's /v1/messages, whole or streamed, and /v1/messages/count_tokens."""
 
 import json
-import uuid
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
@@ -17,10 +16,10 @@ from scheduler_service.frontend.http.anthropic.errors import error_body
 from scheduler_service.frontend.http.anthropic.fields import CountFields, MessagesFields
 from scheduler_service.frontend.http.call import Call
 from scheduler_service.frontend.http.chats.chat_answers import ChatDelta
-from scheduler_service.frontend.http.errors import HttpError, failed, refused_by
+from scheduler_service.frontend.http.errors import HttpError, failed
 from scheduler_service.frontend.http.openai.chat import TOKEN_BYTES
 from scheduler_service.frontend.http.openai.chat_request import chat_request
-from scheduler_service.frontend.http.writing import answer_in_parts, begin_events, end, write
+from scheduler_service.frontend.http.writing import answer_in_parts
 from scheduler_service.frontend.link.engine_call import EngineCall
 from scheduler_service.frontend.model import ServedModel
 
@@ -51,11 +50,11 @@ class _Message:
 
     def __init__(self, call: Call, fields: MessagesFields, model: ServedModel) -> None:
         self._call, self._fields, self._model = call, fields, model
-        self._base = uuid.uuid4().hex
+        self._events = call.events(model, is_streamed=fields.stream is True, has_ids=True)
+        self._base = self._events.origin.base
         self._blocks = Blocks(self._base)
         self._num_prompt_tokens = self._num_cached = self._num_tokens = self._num_thinking = 0
         self._ended: dict[str, Any] = {}
-        self._response: web.StreamResponse | None = None
 
     async def answer(self) -> web.StreamResponse:
         fields, service, model = self._fields, self._call.service, self._model
@@ -63,17 +62,15 @@ class _Message:
         message_id = f"msg_{self._base}"
         request = await chat_request(chat, model, adapter, message_id, service, fits_max_tokens=True)
         self._blocks = Blocks(self._base, request.syntax.call_id, chat.include_reasoning)
+        self._events.prepare(request.asked)
         try:
-            async with service.chat(request, self._call.metadata) as deltas:
+            async with service.chat(request, self._call.metadata, self._events.position) as deltas:
                 return await (self._stream(deltas) if fields.stream else self._whole(deltas))
-        except RequestError as error:
-            if self._response is None:
+        except (RequestError, HttpError) as error:
+            if not self._events.has_begun:
                 raise
-            return await self._failed(refused_by(error))
-        except HttpError as error:
-            if self._response is None:
-                raise
-            return await self._failed(error)
+            await self._send([error_body(self._events.failure(error), self._call.request_id)])
+            return await self._events.end()
 
     async def _whole(self, deltas: AsyncIterator[ChatDelta]) -> web.StreamResponse:
         blocks: list[WholeBlock] = []
@@ -91,27 +88,18 @@ class _Message:
         """Stream the blocks as events. An error after the first event becomes the last event."""
         async for delta in deltas:
             events = self._add(delta)
-            if self._response is None:
-                self._response = await begin_events(self._call.request)
+            self._events.advance(delta.message.index, delta.message.token_ids)
+            if not self._events.has_begun:
+                await self._events.begin()
                 started = self._head() | {"content": [], **NOT_ENDED}
                 await self._send([{"type": "message_start", "message": started}])
             await self._send(events)
         ended = {"type": "message_delta", "delta": NOT_ENDED | self._ended, "usage": self._usage()}
-        return await self._done([ended, {"type": "message_stop"}])
-
-    async def _failed(self, error: HttpError) -> web.StreamResponse:
-        return await self._done([error_body(error, self._call.request_id)])
-
-    async def _done(self, events: list[dict[str, Any]]) -> web.StreamResponse:
-        assert self._response is not None
-        await self._send(events)
-        await end(self._response)
-        return self._response
+        await self._send([ended, {"type": "message_stop"}])
+        return await self._events.end()
 
     async def _send(self, events: Iterable[dict[str, Any]]) -> None:
-        assert self._response is not None
-        text = "".join(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in events)
-        await write(self._response, text.encode())
+        await self._events.send(*(f"event: {event['type']}\ndata: {json.dumps(event)}" for event in events))
 
     def _add(self, delta: ChatDelta) -> list[dict[str, Any]]:
         """Count a delta and convert it to Anthropic's events. Raises HttpError if the output failed."""
@@ -119,7 +107,7 @@ class _Message:
         self._num_prompt_tokens, self._num_cached = delta.num_prompt_tokens, delta.num_cached_tokens
         events = self._blocks.add(delta.events)
         self._num_tokens += len(message.token_ids)
-        self._num_thinking += len(message.token_ids) if self._blocks.is_thinking else 0
+        self._num_thinking += delta.num_reasoning_tokens
         if message.finish_reason:
             events += self._blocks.end()
             self._ended = self._ending(message)

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import time
-import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,17 +11,18 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.calls.errors import RequestError
 from scheduler_service.frontend.http.call import Call
 from scheduler_service.frontend.http.chats.chat_answers import ChatDelta
-from scheduler_service.frontend.http.errors import HttpError, refused_by
+from scheduler_service.frontend.http.errors import HttpError
 from scheduler_service.frontend.http.openai.chat_choice import ChatChoice
 from scheduler_service.frontend.http.openai.chat_fields import ChatFields
 from scheduler_service.frontend.http.openai.chat_request import chat_request
 from scheduler_service.frontend.http.openai.logprobs import shown_logprobs, shown_prompt_logprobs
-from scheduler_service.frontend.http.writing import answer_in_parts, begin_events, end, write
+from scheduler_service.frontend.http.writing import answer_in_parts
 from scheduler_service.frontend.model import ServedModel
 
 TOKEN_BYTES = 40
 LOGPROB_BYTES = 200
 """Approximate bytes of memory for each log-probability of an answer."""
+_DONE = "data: [DONE]"
 REASONS = {
     pb.FINISH_REASON_STOP: "stop",
     pb.FINISH_REASON_LENGTH: "length",
@@ -43,13 +42,13 @@ class _Chat:
 
     def __init__(self, call: Call, fields: ChatFields, model: ServedModel) -> None:
         self._call, self._fields, self._model = call, fields, model
-        base = uuid.uuid4().hex
-        self._id = f"chatcmpl-{base}"
-        self._head = {"id": self._id, "created": int(time.time()), "model": fields.model or model.name}
-        self._base = base
+        self._events = call.events(model, is_streamed=fields.stream is True, num_outputs=fields.n or 1)
+        origin = self._events.origin
+        self._id = f"chatcmpl-{origin.base}"
+        self._head = {"id": self._id, "created": origin.created, "model": fields.model or model.name}
+        self._base = origin.base
         self._choices: list[ChatChoice] = []
-        self._num_prompt_tokens = self._num_cached = 0
-        self._response: web.StreamResponse | None = None
+        self._num_prompt_tokens = self._num_cached = self._num_reasoning = 0
 
     async def answer(self) -> web.StreamResponse:
         fields = self._fields
@@ -59,18 +58,15 @@ class _Chat:
             ChatChoice(index, self._base, request.syntax.call_id, fields.include_reasoning)
             for index in range(fields.n or 1)
         ]
+        self._events.prepare(request.asked)
         try:
-            async with service.chat(request, self._call.metadata) as deltas:
+            async with service.chat(request, self._call.metadata, self._events.position) as deltas:
                 return await (self._stream(deltas) if fields.stream else self._whole(deltas))
-        except RequestError as error:
-            if self._response is None:
+        except (RequestError, HttpError) as error:
+            if not self._events.has_begun:
                 raise
-            await self._send(refused_by(error).body)
-        except HttpError as error:
-            if self._response is None:
-                raise
-            await self._send(error.body)
-        return await self._done()
+            await self._send(self._events.failure(error).body)
+        return await self._events.end(_DONE)
 
     # ---- whole answers
 
@@ -116,10 +112,10 @@ class _Chat:
         async for delta in deltas:
             message, choice = delta.message, self._choices[delta.message.index]
             self._count(delta)
+            self._events.advance(message.index, message.token_ids)
             events = choice.add(delta.events, len(message.token_ids), keeps=False)
             over = ended(choice, message) if message.finish_reason else None
-            if self._response is None:
-                self._response = await begin_events(self._call.request)
+            await self._events.begin()
             if choice.num_tokens == len(message.token_ids):  # the first delta of the choice
                 events = {"role": "assistant", "content": ""} | events
             entries = await self._shown(message)
@@ -135,22 +131,14 @@ class _Chat:
             if options is not None and options.at_end:
                 further += f', "usage": {json.dumps(self._usage() if options.in_events else None)}'
             text = _with_logprobs(shown, entries if self._fields.logprobs else None)
-            await write(self._response, f'data: {head}, "choices": [{text}]{further}}}\n\n'.encode())
+            await self._events.send(f'data: {head}, "choices": [{text}]{further}}}')
         if options is not None and options.at_end:
             last = self._head | {"object": "chat.completion.chunk", "choices": [], "usage": self._usage()}
             await self._send(last)
-        return await self._done()
+        return await self._events.end(_DONE)
 
     async def _send(self, event: dict[str, Any]) -> None:
-        assert self._response is not None
-        await write(self._response, f"data: {json.dumps(event)}\n\n".encode())
-
-    async def _done(self) -> web.StreamResponse:
-        if self._response is None:
-            self._response = await begin_events(self._call.request)
-        await write(self._response, b"data: [DONE]\n\n")
-        await end(self._response)
-        return self._response
+        await self._events.send(f"data: {json.dumps(event)}")
 
     # ---- for whole answers and for streams
 
@@ -165,16 +153,16 @@ class _Chat:
     def _count(self, delta: ChatDelta) -> None:
         self._num_prompt_tokens = delta.num_prompt_tokens
         self._num_cached = delta.num_cached_tokens
+        self._num_reasoning += delta.num_reasoning_tokens
 
     def _usage(self) -> dict[str, Any]:
         output = sum(choice.num_tokens for choice in self._choices)
-        reasoning = sum(choice.num_reasoning_tokens for choice in self._choices)
         return {
             "prompt_tokens": self._num_prompt_tokens,
             "completion_tokens": output,
             "total_tokens": self._num_prompt_tokens + output,
             "prompt_tokens_details": {"cached_tokens": self._num_cached},
-            "completion_tokens_details": {"reasoning_tokens": reasoning},
+            "completion_tokens_details": {"reasoning_tokens": self._num_reasoning},
         }
 
 

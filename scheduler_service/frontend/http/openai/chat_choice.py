@@ -27,14 +27,11 @@ class ChatChoice:
     calls: list[dict[str, Any]] = field(default_factory=list)
     arguments: list[list[str]] = field(default_factory=list)
     num_tokens: int = 0
-    num_reasoning_tokens: int = 0
-    _is_reasoning: bool = False
 
     def add(self, events: Iterable[Event], num_tokens: int, *, keeps: bool) -> dict[str, Any]:
         """Convert events, which have `num_tokens` tokens, to one delta. `keeps`: keep all texts for `message`."""
         content, reasoning, calls = [], [], list[dict[str, Any]]()
         for event in events:
-            self._is_reasoning = isinstance(event, Reasoning)
             match event:
                 case Reasoning(text):
                     reasoning.append(text)
@@ -55,8 +52,6 @@ class ChatChoice:
                         calls.append({"index": index, "function": {"arguments": text}})
                     self.arguments[index].append(text)
         self.num_tokens += num_tokens
-        if self._is_reasoning:
-            self.num_reasoning_tokens += num_tokens
         if keeps:
             self.content += content
             self.reasoning += reasoning

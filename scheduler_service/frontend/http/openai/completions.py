@@ -3,8 +3,6 @@
 import asyncio
 import dataclasses
 import json
-import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,11 +14,12 @@ from pagewire_common.calls.errors import RequestError
 from scheduler_service.frontend.checking.prompt import decode_tokens, encode_prompt
 from scheduler_service.frontend.http.body import each_text
 from scheduler_service.frontend.http.call import Call
-from scheduler_service.frontend.http.errors import invalid, refused_by
+from scheduler_service.frontend.http.errors import invalid
 from scheduler_service.frontend.http.openai.completion_fields import CompletionFields, completion_params
 from scheduler_service.frontend.http.openai.logprobs import MIN_LOGPROB, shown_prompt_logprobs
 from scheduler_service.frontend.http.openai.sampling_fields import kept_tokens
-from scheduler_service.frontend.http.writing import answer_in_parts, begin_events, end, write
+from scheduler_service.frontend.http.resuming.event_ids import HEADER
+from scheduler_service.frontend.http.writing import answer_in_parts
 from scheduler_service.frontend.model import ServedModel
 
 MAX_PROMPTS = 256
@@ -89,12 +88,13 @@ class _Completions:
 
     def __init__(self, call: Call, fields: CompletionFields, model: ServedModel) -> None:
         self._call, self._fields, self._model = call, fields, model
-        self._id = f"cmpl-{uuid.uuid4().hex}"
-        self._head = {"id": self._id, "object": "text_completion", "created": int(time.time())}
-        self._head["model"] = fields.model or model.name
         self._num_choices = fields.n or 1
+        self._events = call.events(model, is_streamed=fields.stream is True, num_outputs=self._num_choices)
+        origin = self._events.origin
+        self._id = f"cmpl-{origin.base}"
+        self._head = {"id": self._id, "object": "text_completion", "created": origin.created}
+        self._head["model"] = fields.model or model.name
         self._prompts: list[_Prompt] = []
-        self._response: web.StreamResponse | None = None
         self._beginning = asyncio.Lock()
         self._sending = asyncio.Lock()
 
@@ -111,6 +111,8 @@ class _Completions:
         num_bytes = len(given) * sampling.ByteSize()
         if num_bytes > MAX_PARAMETER_BYTES:
             raise invalid(f"the parameters of all prompts have {num_bytes} bytes; they may have {MAX_PARAMETER_BYTES}")
+        if len(given) > 1 and self._events.has_ids:
+            raise invalid(f"{HEADER} is not for a stream of several prompts; send a request for each", HEADER)
         self._call.held.take(num_bytes)
         for one in given:
             self._prompts.append(await self._prepare(one, sampling))
@@ -156,6 +158,7 @@ class _Completions:
                 shown = pb.DetokenizeRequest(token_ids=given, skip_special_tokens=False)
                 text = (await decode_tokens(shown, self._model)).text
                 call.held.take(len(text))
+        self._events.prepare(asked)
         choices = [_Choice() for _ in range(self._num_choices)]
         return _Prompt(asked, text, choices, num_tokens=len(_prompt_ids(asked)))
 
@@ -182,7 +185,7 @@ class _Completions:
 
     async def _follow(self, number: int, take: Callable[[int, pb.GenerateResponse], Awaitable[None]]) -> None:
         prompt = self._prompts[number]
-        async with self._call.service.generate(prompt.asked, self._call.metadata) as messages:
+        async with self._call.service.generate(prompt.asked, self._call.metadata, self._events.position) as messages:
             async for message in messages:
                 prompt.echo += message.prompt_logprobs
                 prompt.num_output += len(message.token_ids)
@@ -224,19 +227,18 @@ class _Completions:
         try:
             await self._follow_all(self._write)
         except RequestError as error:
-            if self._response is None:
+            if not self._events.has_begun:
                 raise
-            await self._send(json.dumps(refused_by(error).body))
-        response = await self._begun()
+            await self._send(json.dumps(self._events.failure(error).body))
+        await self._begin()
         options = self._fields.stream_options
         if options is not None and options.at_end:
             await self._send(json.dumps(self._head | {"choices": [], "usage": self._usage()}))
-        await self._send("[DONE]")
-        await end(response)
-        return response
+        return await self._events.end("data: [DONE]")
 
     async def _write(self, number: int, message: pb.GenerateResponse) -> None:
-        await self._begun()
+        await self._begin()
+        self._events.advance(message.index, message.token_ids)
         choice = self._prompts[number].choices[message.index]
         gained = _Choice(offset=choice.offset, continues=choice.continues)
         gained.add(message)
@@ -246,14 +248,13 @@ class _Completions:
         choice.offset = gained.offset
         await self._send_choice(shown)
 
-    async def _begun(self) -> web.StreamResponse:
+    async def _begin(self) -> None:
         async with self._beginning:
-            if self._response is None:
-                self._response = await begin_events(self._call.request)
+            if not self._events.has_begun:
+                await self._events.begin()
                 for number, prompt in enumerate(self._prompts if self._fields.echo else ()):
                     for place in range(self._num_choices):
                         await self._send_choice(await self._shown(number, place, _Choice(prompt.text), [], []))
-            return self._response
 
     async def _send_choice(self, shown: str) -> None:
         head, usage = json.dumps(self._head).removesuffix("}"), ""
@@ -262,9 +263,8 @@ class _Completions:
         await self._send(f'{head}, "choices": [{shown}]{usage}}}')
 
     async def _send(self, event: str) -> None:
-        assert self._response is not None
         async with self._sending:  # a large event takes several writes; the lock keeps events apart
-            await write(self._response, f"data: {event}\n\n".encode())
+            await self._events.send(f"data: {event}")
 
     # ---- for whole answers and for streams
 

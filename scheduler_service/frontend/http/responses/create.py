@@ -1,8 +1,7 @@
 """POST /v1/responses: a response, whole or as a stream of events."""
 
 import asyncio
-import uuid
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any
 
 from aiohttp import web
@@ -23,7 +22,7 @@ from scheduler_service.frontend.http.responses.output_items import OutputItems, 
 from scheduler_service.frontend.http.responses.references import resolve_references
 from scheduler_service.frontend.http.responses.response_object import ResponseObject, usage
 from scheduler_service.frontend.http.service import ChatRequest
-from scheduler_service.frontend.http.writing import answer_in_parts, begin_events, end, write
+from scheduler_service.frontend.http.writing import answer_in_parts
 from scheduler_service.frontend.link.stored_texts import MAX_STORED_BYTES
 from scheduler_service.frontend.model import ServedModel
 
@@ -45,32 +44,32 @@ class _Creation:
 
     def __init__(self, call: Call, fields: ResponseFields, model: ServedModel) -> None:
         self._call, self._fields, self._model = call, fields, model
-        self._base = uuid.uuid4().hex
+        self._events = call.events(model, is_streamed=fields.stream is True, has_ids=True)
+        self._base = self._events.origin.base
         self._items_before = b""
         self._output = OutputItems(self._base)
-        self._num_prompt_tokens = self._num_cached = self._num_events = 0
-        self._stream: web.StreamResponse | None = None
+        self._num_prompt_tokens = self._num_cached = self._num_reasoning = 0
 
     async def answer(self) -> web.StreamResponse:
         call, fields = self._call, self._fields
         try:
             request = await self._request()
             name = fields.model or self._model.name
-            self._response = ResponseObject(f"resp_{self._base}", name, fields, self._model.defaults)
+            created = self._events.origin.created
+            self._response = ResponseObject(f"resp_{self._base}", created, name, fields, self._model.defaults)
             self._output = OutputItems(
                 self._base,
                 request.syntax.call_id,
                 is_streamed=fields.stream is True,
                 has_encrypted=fields.has_encrypted,
             )
-            async with call.service.chat(request, call.metadata) as deltas:
+            self._events.prepare(request.asked)
+            async with call.service.chat(request, call.metadata, self._events.position) as deltas:
                 async for delta in deltas:
                     await self._add(delta)
-            return await (self._finish_stream() if self._stream is not None else self._whole())
-        except RequestError as error:
-            return await self._fail(as_asked(refused_by(error)))
-        except HttpError as error:
-            return await self._fail(as_asked(error))
+            return await (self._finish_stream() if self._events.has_begun else self._whole())
+        except (RequestError, HttpError) as error:
+            return await self._fail(error)
 
     async def _request(self) -> ChatRequest:
         """The request of a chat. The input is emptied. Raises HttpError and RequestError."""
@@ -95,14 +94,16 @@ class _Creation:
     async def _add(self, delta: ChatDelta) -> None:
         message = delta.message
         self._num_prompt_tokens, self._num_cached = delta.num_prompt_tokens, delta.num_cached_tokens
+        self._num_reasoning += delta.num_reasoning_tokens
         num_logprobs = sum(1 + len(one.top) for one in message.logprobs)
         self._call.held.take(len(message.text) + TOKEN_BYTES * len(message.token_ids) + LOGPROB_BYTES * num_logprobs)
         logprobs: list[str] = []
         if message.logprobs:
             logprobs = await shown_logprobs(message.logprobs, self._call.texts, self._model, as_token_ids=False)
             await asyncio.sleep(0)  # lets other tasks run
-        if self._fields.stream and self._stream is None:
-            self._stream = await begin_events(self._call.request)
+        self._events.advance(message.index, message.token_ids)
+        if self._fields.stream and not self._events.has_begun:
+            await self._events.begin()
             begun = f'"response": {self._response.begun()}'
             await self._send([("response.created", begun), ("response.in_progress", begun)])
         await self._send(self._output.add(delta.events, len(message.token_ids), logprobs))
@@ -114,20 +115,18 @@ class _Creation:
 
     async def _send(self, events: Iterable[Shown]) -> None:
         """Send the events of a stream; drop those of a whole answer."""
-        written: list[str] = []
-        for kind, members in events:
-            number, self._num_events = self._num_events, self._num_events + 1
-            if self._stream is not None:
-                head = f'{{"type": "{kind}", "sequence_number": {number}'
-                written.append(f"event: {kind}\ndata: {head}, {members}}}\n\n")
-        if self._stream is not None and written:
-            await write(self._stream, "".join(written).encode())
+        written = [
+            f'event: {kind}\ndata: {{"type": "{kind}", "sequence_number": {number}, {members}}}'
+            for number, (kind, members) in enumerate(events, self._events.number)
+        ]
+        if self._events.has_begun:
+            await self._events.send(*written)
 
     # ---- the end
 
     async def _head(self) -> str:
         """The JSON of the response before its output. A response that is to be stored is stored first."""
-        counted = usage(self._output, self._num_prompt_tokens, self._num_cached)
+        counted = usage(self._output, self._num_prompt_tokens, self._num_cached, self._num_reasoning)
         head = self._response.head(counted)
         if self._response.is_stored and not await self._store(head):
             self._response.is_stored = False
@@ -156,23 +155,27 @@ class _Creation:
 
     async def _finish_stream(self) -> web.StreamResponse:
         """Send the last event, whose response has all items, in pieces."""
-        assert self._stream is not None
         kind = _LAST_EVENTS.get(self._response.status, "response.incomplete")
-        head = f'{{"type": "{kind}", "sequence_number": {self._num_events}'
-        await write(self._stream, f'event: {kind}\ndata: {head}, "response": {await self._head()}"output": ['.encode())
-        for number, item in enumerate(self._output.items):
-            await write(self._stream, f"{', ' if number else ''}{item.json()}".encode())
-            await asyncio.sleep(0)  # lets other tasks run
-        await write(self._stream, b"]}}\n\n")
-        await end(self._stream)
-        return self._stream
+        head = f'{{"type": "{kind}", "sequence_number": {self._events.number}'
+        await self._events.send_in_parts(self._last_event(f"event: {kind}\ndata: {head}", await self._head()))
+        return await self._events.end()
 
-    async def _fail(self, error: HttpError) -> web.StreamResponse:
+    def _last_event(self, before: str, head: str) -> Iterator[str]:
+        yield f'{before}, "response": {head}"output": ['
+        for number, item in enumerate(self._output.items):
+            yield f"{', ' if number else ''}{item.json()}"
+        yield "]}}"
+
+    async def _fail(self, error: RequestError | HttpError) -> web.StreamResponse:
         """Raise the error, or send it as the stream's last event."""
-        if self._stream is None:
-            raise error
-        said = error.body["error"]
-        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
-        self._response.status, self._response.error = "failed", {"code": code, "message": said["message"]}
-        await self._send(self._output.finish(is_cut=True))
+        if not self._events.has_begun:
+            raise as_asked(error if isinstance(error, HttpError) else refused_by(error))
+        is_resumable = self._events.is_resumable_after(error)
+        found = as_asked(self._events.failure(error))
+        code = "rate_limit_exceeded" if found.status == 429 else "server_error"
+        self._response.status = "failed"
+        self._response.error = {"code": code, "message": found.body["error"]["message"]}
+        ended = list(self._output.finish(is_cut=True))
+        if not is_resumable:  # a resumed stream continues the last item, which therefore has no end here
+            await self._send(ended)
         return await self._finish_stream()

@@ -85,7 +85,7 @@ class OutputItems:
         self._has_encrypted = has_encrypted
         self.items: list[OutputItem] = []
         self._logprobs: list[str] = []  # of tokens whose text is not known yet
-        self.num_tokens = self.num_reasoning_tokens = 0
+        self.num_tokens = 0
 
     def add(self, events: Iterable[Event], num_tokens: int, logprobs: Iterable[str] = ()) -> Iterator[Shown]:
         """Add events, which have `num_tokens` tokens and their log-probabilities. Yields events of the stream.
@@ -113,8 +113,6 @@ class OutputItems:
                     yield from self._close()
         if other:
             self._logprobs.clear()
-        if self.items and self.items[-1].kind == "reasoning":
-            self.num_reasoning_tokens += num_tokens
 
     def finish(self, *, is_cut: bool) -> Iterator[Shown]:
         """End the last item. An answer that is not cut has a message or a call, though it be empty."""

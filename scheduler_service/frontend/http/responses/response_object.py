@@ -13,17 +13,20 @@ from scheduler_service.frontend.http.responses.output_items import OutputItems
 
 class ResponseObject:
     """A response without its output, which follows `head` item by item. `name`: the model or adapter that was asked.
+    `created`: Unix time in seconds.
 
     Raises HttpError if the request has a number that is infinite or none.
     """
 
-    def __init__(self, response_id: str, name: str, fields: ResponseFields, defaults: GenerationDefaults) -> None:
+    def __init__(
+        self, response_id: str, created: int, name: str, fields: ResponseFields, defaults: GenerationDefaults
+    ) -> None:
         self.id = response_id
         self.status = "in_progress"
         self.error: dict[str, Any] | None = None
         self.is_stored = fields.store
         try:
-            self._asked = json.dumps(_asked(response_id, name, fields, defaults), allow_nan=False)
+            self._asked = json.dumps(_asked(response_id, created, name, fields, defaults), allow_nan=False)
         except ValueError:  # JSON has no such number, and pydantic reads 1e400 as infinity
             raise invalid("a schema has a number that no JSON can express") from None
 
@@ -43,17 +46,21 @@ class ResponseObject:
         return f"{self._asked[:-1]}, {json.dumps(found)[1:-1]}, "
 
 
-def usage(items: OutputItems, num_prompt_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
+def usage(
+    items: OutputItems, num_prompt_tokens: int, num_cached_tokens: int, num_reasoning_tokens: int
+) -> dict[str, Any]:
     return {
         "input_tokens": num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": num_cached_tokens, "cache_write_tokens": 0},
         "output_tokens": items.num_tokens,
-        "output_tokens_details": {"reasoning_tokens": items.num_reasoning_tokens},
+        "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
         "total_tokens": num_prompt_tokens + items.num_tokens,
     }
 
 
-def _asked(response_id: str, name: str, fields: ResponseFields, defaults: GenerationDefaults) -> dict[str, Any]:
+def _asked(
+    response_id: str, created: int, name: str, fields: ResponseFields, defaults: GenerationDefaults
+) -> dict[str, Any]:
     """The members that repeat the request."""
     reasoning, text = fields.reasoning, fields.text
     tools = read_tools(fields)
@@ -61,7 +68,7 @@ def _asked(response_id: str, name: str, fields: ResponseFields, defaults: Genera
     return {
         "id": response_id,
         "object": "response",
-        "created_at": int(time.time()),
+        "created_at": created,
         "model": name,
         "instructions": fields.instructions,
         "previous_response_id": fields.previous_response_id,
