@@ -83,7 +83,7 @@ async def serve(settings: SchedulerSettings, place: Place, pipe: int) -> None:
     metrics = SchedulerMetrics(
         front_ends, lambda: engine.fleet.agreement.model_name, vllm_names=settings.vllm_metric_names
     )
-    front_ends.metrics_text = lambda: metrics_text(metrics.families)
+    front_ends.scrapes.read = lambda: metrics_text(metrics.families)
     security = settings.security()
 
     def may_read_metrics(authorization: str) -> bool:

@@ -2,9 +2,7 @@
 
 import asyncio
 import contextlib
-import math
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -17,6 +15,7 @@ from scheduler_service.access.keys import Keyring
 from scheduler_service.engine.calls.admission import unread_bytes
 from scheduler_service.engine.calls.calls import Call, Outbox
 from scheduler_service.engine.engine import Engine
+from scheduler_service.engine.front_ends.scrapes import Scrapes
 from scheduler_service.engine.front_ends.stored_entries import StoredEntries
 from scheduler_service.statistics.counts import CountsByTenant
 from scheduler_service.wire.messages import Pace
@@ -29,8 +28,6 @@ FILE_BYTES = 1 << 20
 EVENTS_AT_ONCE = 64
 """Events in one turn of the event loop, each 10 to 100 µs."""
 _INTERNAL = RequestError(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
-METRICS_SECONDS = 1.0
-"""Age at which metrics that front ends ask for are read anew: a flood of scrapes costs the engine one a second."""
 STATISTICS_SECONDS = 1.0
 """Seconds that a scrape waits for front ends' counts."""
 SHOW_SECONDS = 10.0
@@ -59,9 +56,7 @@ class FrontEnds(EngineServiceServicer):
         self.num_expected = num_expected
         self.connections: set[FrontEndConnection] = set()
         self.entries = StoredEntries()
-        self.metrics_text: Callable[[], Awaitable[bytes]] | None = None
-        self._metrics = (-math.inf, b"")  # when they were read, and their text
-        self._metrics_turn = asyncio.Lock()
+        self.scrapes = Scrapes(lambda: engine.keyring)
         self.is_serving = False
         self.is_over = False
         self._changed = asyncio.Event()
@@ -155,17 +150,6 @@ class FrontEnds(EngineServiceServicer):
         for counts in (self._gone, *(connection.counts for connection in self.connections)):
             total.add(counts)
         return total
-
-    async def metrics(self, authorization: str) -> pb.Answer:
-        """The metrics, at most METRICS_SECONDS old, for a client that may read them."""
-        keyring = self.engine.keyring
-        if self.metrics_text is None or (keyring is not None and not keyring.opens_metrics(authorization)):
-            reason = "an API key that may read metrics is needed"
-            return pb.Answer(code=grpc.StatusCode.PERMISSION_DENIED.value[0], message=reason)
-        async with self._metrics_turn:
-            if time.monotonic() - self._metrics[0] > METRICS_SECONDS:
-                self._metrics = (time.monotonic(), await self.metrics_text())
-        return pb.Answer(data=self._metrics[1])
 
     async def say_goodbye(self, seconds: float) -> None:
         """Tell all front ends to end, and wait at most `seconds` until they have detached."""
@@ -352,7 +336,7 @@ class FrontEndConnection:
                 self._counts_came.set()
 
     async def _tell_metrics(self, call: int, authorization: str) -> None:
-        self.outbox.tell(call, answer=await self._front_ends.metrics(authorization))
+        self.outbox.tell(call, answer=await self._front_ends.scrapes.answer(authorization))
 
     def _answer(self, call: Call, do: Any) -> bool:
         """Answer with success or the error of `do`. Returns whether `do` succeeded."""
