@@ -96,8 +96,6 @@ class FrontEnds(EngineServiceServicer):
     def note_change(self) -> None:
         """A front end attached, detached or changed its status."""
         self._changed.set()
-
-    def note_loaded(self) -> None:
         if len(self.connections) >= self.num_expected and all(connection.has_loaded for connection in self.connections):
             self.error = ""
 
@@ -303,8 +301,7 @@ class FrontEndConnection:
                 found = self._engine.requests.abort(event.abort.key)
                 self.outbox.tell(event.call, answer=pb.Answer(found=found))
             case "store_entry":
-                given = event.store_entry
-                self._front_ends.entries.store(given.tenant, given.id, given.data)
+                self._front_ends.entries.store(event.store_entry.tenant, event.store_entry.id, event.store_entry.data)
                 self.outbox.tell(event.call, answer=pb.Answer())
             case "read_entry":
                 data = self._front_ends.entries.read(event.read_entry.tenant, event.read_entry.id)
@@ -326,11 +323,10 @@ class FrontEndConnection:
                 self._front_ends.note_change()
             case "health_shown":
                 self.has_loaded, self.shows_serving = True, event.health_shown.serving
-                self._front_ends.note_loaded()
                 self._front_ends.note_change()
             case "load_failed":
-                reason = event.load_failed.reason
-                self._front_ends.error = f"a front end cannot load the model's tokenizer, and tries again: {reason}"
+                failed = "a front end cannot load the model's tokenizer, and tries again"
+                self._front_ends.error = f"{failed}: {event.load_failed.reason}"
             case "statistics":
                 self.counts = CountsByTenant.decode(event.statistics)
                 self._counts_came.set()
