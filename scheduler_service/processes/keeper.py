@@ -137,6 +137,8 @@ class Keeper:
                 continue
             slot, child = by_pipe[descriptor]
             status = child.read()
+            if slot is not None and slot.child is not child:  # a signal has just begun to replace it
+                slot = None
             if slot is self._engine:
                 self._was_ready |= child.is_ready
                 if status is not None and (status == 0 or self._is_stopping or not self._was_ready):
