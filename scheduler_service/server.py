@@ -26,6 +26,7 @@ from scheduler_service.engine.front_ends.servicer import FrontEnds
 from scheduler_service.operations.admin_servicer import AdminServicer
 from scheduler_service.operations.metrics import SchedulerMetrics
 from scheduler_service.processes.keeper import Place
+from scheduler_service.recording.writer import next_file
 from scheduler_service.settings import SchedulerSettings
 
 log = structlog.get_logger()
@@ -77,6 +78,9 @@ async def serve(settings: SchedulerSettings, place: Place, pipe: int) -> None:
     """
     stop = stop_event()
     keys = KeyFile(settings.api_keys, settings.api_key.get_secret_value() if settings.api_key is not None else None)
+    if place.is_used and settings.record is not None:
+        settings = settings.model_copy(update={"record": next_file(settings.record)})
+        log.info("recording goes on in another file", file=str(settings.record))
     engine = Engine(settings, keyring=keys.keyring)
     front_ends = FrontEnds(engine, settings.frontends, _kill)
     admin = AdminServicer(front_ends)

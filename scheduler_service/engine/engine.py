@@ -56,16 +56,28 @@ class Engine:
     # ---- for front ends
 
     def admit(
-        self, call: Call, num_bytes: int, *, resumes: bool = False, restores: bool = False, adapter_name: str = ""
+        self,
+        call: Call,
+        num_bytes: int,
+        *,
+        resumes: bool = False,
+        restores: bool = False,
+        adapter_name: str = "",
+        adapter_id: str = "",
     ) -> None:
-        """Count a call towards the limits, before any work. No limit refuses a call that `restores`.
+        """Count a call towards the limits, before any work. No limit refuses a call that `restores`, with the
+        `adapter_id` that it was given before.
 
         Raises UNAVAILABLE during a shutdown, RESOURCE_EXHAUSTED at a limit, ALREADY_EXISTS for a key in flight,
-        NOT_FOUND for an unknown adapter, INVALID_ARGUMENT for a request that never fits into memory.
+        NOT_FOUND for an unknown adapter, FAILED_PRECONDITION for one with other weights than before, INVALID_ARGUMENT
+        for a request that never fits into memory.
         """
         if self.is_draining and call.key:
             raise SHUTTING_DOWN
         adapter = self.adapters.catalogue.find(adapter_name) if adapter_name else ""
+        if adapter_id not in ("", adapter):
+            reason = f"lora_name: the adapter {adapter_name!r} has other weights since the engine's restart"
+            raise RequestError(grpc.StatusCode.FAILED_PRECONDITION, reason)
         call.is_restored = restores
         self.requests.admission.admit(call, num_bytes, resumes=resumes, now=time.monotonic())
         call.adapter_name, call.adapter_id = adapter_name, adapter

@@ -5,12 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn, Protocol
 
 from pagewire_common.processes.child_process import end_with_the_parent
 
 FRONT_END = "scheduler_service.frontend"
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""The signals that a keeper handles."""
 
 
 class Process(Protocol):
@@ -78,21 +80,24 @@ def fork(main: Callable[[int], None]) -> Callable[[int], Process]:
     """Run `main`, with the writing end of a pipe, in a fork of this process. This process must have no threads."""
 
     def start(pipe: int) -> Process:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the child has handlers of its own
         pid = os.fork()
         if not pid:
-            _become(main, pipe)
+            _become(main, pipe, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return ForkedProcess(pid)
 
     return start
 
 
-def _become(main: Callable[[int], None], pipe: int) -> NoReturn:
+def _become(main: Callable[[int], None], pipe: int, mask: Iterable[int]) -> NoReturn:
     """Run `main` as a process would, and exit without the cleanup of the parent's `with` blocks."""
     status: int | str | None = 1
     try:
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.setsid()
         end_with_the_parent()
         main(pipe)

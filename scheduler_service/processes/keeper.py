@@ -36,11 +36,14 @@ RENEW = signal.SIGUSR1
 
 
 class Place(NamedTuple):
-    """The addresses that outlive an engine: its socket's target, HOST:PORT of gRPC and, or None, of HTTP."""
+    """The addresses that outlive an engine: its socket's target, HOST:PORT of gRPC and, or None, of HTTP. `is_used`:
+    another engine has been ready there.
+    """
 
     engine: str
     listen: str
     http_listen: str | None
+    is_used: bool = False
 
 
 @contextlib.contextmanager
@@ -94,7 +97,7 @@ class Keeper:
         ]
         self._leaving: set[Child] = set()
         self._renewing: list[Slot] = []
-        self._was_ready = False
+        self.was_ready = False
         self._is_stopping = False
         self._has_said_goodbye = False  # the engine, to its front ends
 
@@ -140,8 +143,8 @@ class Keeper:
             if slot is not None and slot.child is not child:  # a signal has just begun to replace it
                 slot = None
             if slot is self._engine:
-                self._was_ready |= child.is_ready
-                if status is not None and (status == 0 or self._is_stopping or not self._was_ready):
+                self.was_ready |= child.is_ready
+                if status is not None and (status == 0 or self._is_stopping or not self.was_ready):
                     slot.child = None
                     self._has_said_goodbye = status == 0 and child.is_ready
                     return 0 if self._is_stopping else status if status >= 0 else 1
@@ -194,7 +197,7 @@ class Keeper:
         """Wait for the front ends, which end at the engine's goodbye or else by RENEW; then kill all children."""
         if self._engine.child is not None:
             self._engine.child.signal(signal.SIGKILL)
-        deadline, by_pipe = time.monotonic() + END_SECONDS * self._was_ready, self._children
+        deadline, by_pipe = time.monotonic() + END_SECONDS * self.was_ready, self._children
         for _, child in by_pipe.values():
             if not self._has_said_goodbye:
                 child.signal(RENEW)
@@ -227,7 +230,12 @@ def keep(settings: SchedulerSettings, run_engine: Callable[[Place, int], None]) 
     remove_dead_folders()
     with place_of(settings) as place:
         arguments = front_end_arguments(settings, place)
-        return Keeper(lambda pipe: run_engine(place, pipe), arguments, settings.frontends).run()
+
+        def run(pipe: int) -> None:  # in a fork of the keeper
+            run_engine(place._replace(is_used=keeper.was_ready), pipe)
+
+        keeper = Keeper(run, arguments, settings.frontends)
+        return keeper.run()
 
 
 def front_end_arguments(settings: SchedulerSettings, place: Place) -> list[str]:

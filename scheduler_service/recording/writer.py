@@ -4,6 +4,7 @@ A killed process loses about FLUSH_SECONDS of data; there is no fsync. An error 
 service.
 """
 
+import itertools
 import os
 import queue
 import threading
@@ -19,6 +20,12 @@ log = structlog.get_logger()
 FLUSH_SECONDS = 0.1
 MAX_PENDING_BYTES = 256 << 20  # queued bytes above which the disk counts as too slow
 CLOSE_SECONDS = 5.0
+
+
+def next_file(path: Path) -> Path:
+    """The file of an engine that follows a lost one: the first of FILE, FILE.2, FILE.3 and so on that is empty."""
+    names = itertools.chain([path], (path.with_name(f"{path.name}.{number}") for number in itertools.count(2)))
+    return next(name for name in names if not name.exists() or not name.stat().st_size)
 
 
 class FileWriter:

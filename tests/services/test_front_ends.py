@@ -400,7 +400,7 @@ async def test_that_no_worker_takes_requests_is_told_also_while_no_front_end_can
             one.engine.fleet.drain(one.engine.workers.all[0])
             await until(lambda: not one.front_ends.is_serving)
             one.link.connection.say(0, health_shown=pb_engine.HealthShown(serving=True))
-            await until(lambda: one.front_ends._shows_serving)
+            await until(lambda: all(connection.shows_serving for connection in one.front_ends.connections))
             one.engine.fleet.undrain(one.engine.workers.all[0])
             await until(lambda: logs[-1]["event"] == "ready")
             announcing.cancel()

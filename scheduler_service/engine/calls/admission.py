@@ -148,7 +148,7 @@ class Admission:
             self._side_calls.enter(num_bytes, is_checked=not call.is_restored)
             call.num_bytes = num_bytes
             return
-        has_place = resumes and key in self._requests
+        has_place = resumes and key in self._requests and not call.is_restored  # else, a later call has resumed it
         in_flight = len(self._requests) - self._num_texts + len(self._being_checked)
         if in_flight >= self._max_num_requests and not (has_place or call.is_restored):
             raise RequestError(

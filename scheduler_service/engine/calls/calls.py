@@ -233,7 +233,7 @@ class Call:
         self.num_resumed = 0  # output tokens of an earlier stream
         self.group: SequenceGroup | None = None
         self.first_output = 0
-        self.is_restored = False  # whether it was admitted by an engine that has ended
+        self.is_restored: bool = parent is not None and parent.is_restored  # admitted by an engine that has ended
         self.is_aborted = False  # aborted while being checked
         self.queued_seconds: float | None = None  # from arrival to the first step
         self.no_worker_timeout: float | None = None  # None: the server's default

@@ -22,6 +22,8 @@ from scheduler_service.settings import SchedulerSettings
 from scheduler_service.statistics.counts import FinishedRequests, Statistics
 from scheduler_service.wire.messages import decode_group, pack
 
+RESTORED_SECONDS = 2.5
+"""Shortest wait for a worker after an engine's loss. Attempts to connect are at most 2 s apart."""
 _RESUMED = RequestError(grpc.StatusCode.ABORTED, "another call goes on with this request")
 
 
@@ -192,6 +194,8 @@ class Requests:
 
     def _patience(self, call: Call) -> float:
         limit = self._settings.no_worker_timeout
+        if call.is_restored and call.queued_seconds is None:  # the engine has just started
+            return max(limit, RESTORED_SECONDS)
         return limit if call.no_worker_timeout is None else min(limit, call.no_worker_timeout)
 
     def _expire(self, call: Call) -> None:

@@ -31,9 +31,11 @@ _INTERNAL = RequestError(grpc.StatusCode.INTERNAL, "internal error; the server's
 STATISTICS_SECONDS = 1.0
 """Seconds that a scrape waits for front ends' counts."""
 SHOW_SECONDS = 10.0
-"""Seconds at the start until one SERVING front end suffices."""
+"""Seconds at the start until one front end that listens, or is SERVING, suffices."""
 OUTAGE_SECONDS = 1.0
 """Seconds without a worker after which front ends answer 503 to readiness probes over HTTP."""
+_REFUSED = pb.Answer(code=grpc.StatusCode.ABORTED.value[0], message="the call was refused")
+"""The answer to a request that was submitted before its front end knew that the call was refused."""
 BEAT_SECONDS = 5.0
 MAX_SILENT_SECONDS = 30.0
 """Seconds without counts, asked for every BEAT_SECONDS, after which a hanging front end is killed. Its counts since the
@@ -101,18 +103,7 @@ class FrontEnds(EngineServiceServicer):
 
     async def until_serving(self) -> None:
         """Wait until every front end reports SERVING, or any after SHOW_SECONDS."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(SHOW_SECONDS):
-                await self._until(lambda connection: connection.shows_serving)
-        if not self._shows_serving:
-            log.error("not ready: no front end shows SERVING", reason=self.error)
-        while not self._shows_serving:
-            self._changed.clear()
-            await self._changed.wait()
-
-    @property
-    def _shows_serving(self) -> bool:
-        return any(connection.shows_serving for connection in self.connections)
+        await self._until(lambda connection: connection.shows_serving, "shows SERVING")
 
     def tell_serving(self, *, serving: bool) -> None:
         self.is_serving = serving
@@ -131,14 +122,23 @@ class FrontEnds(EngineServiceServicer):
             connection.tell_adapters()
 
     async def wait_until_listening(self) -> str:
-        """Returns the shared address of all expected front ends."""
-        await self._until(lambda connection: bool(connection.address))
-        return next(iter(self.connections)).address
+        """Wait until all expected front ends listen, or any after SHOW_SECONDS. Returns their shared address."""
+        await self._until(lambda connection: bool(connection.address), "listens")
+        return next(connection.address for connection in self.connections if connection.address)
 
-    async def _until(self, holds: Any) -> None:
-        while len(self.connections) < self.num_expected or not all(map(holds, self.connections)):
-            self._changed.clear()
-            await self._changed.wait()
+    async def _until(self, holds: Any, does: str) -> None:
+        """Wait until it holds for all expected front ends or, because one may hang, for any after SHOW_SECONDS."""
+        try:
+            async with asyncio.timeout(SHOW_SECONDS):
+                while len(self.connections) < self.num_expected or not all(map(holds, self.connections)):
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            if not any(map(holds, self.connections)):
+                log.error(f"not ready: no front end {does}", reason=self.error)
+            while not any(map(holds, self.connections)):
+                self._changed.clear()
+                await self._changed.wait()
 
     async def counts(self) -> CountsByTenant:
         """The sum of all front ends' counts since the start; last counts of those that do not answer in time."""
@@ -276,21 +276,22 @@ class FrontEndConnection:
                         resumes=admit.resumes,
                         restores=admit.restores,
                         adapter_name=admit.adapter_name,
+                        adapter_id=admit.adapter_id,
                     ),
                 ):
                     self._calls[event.call] = admitted
             case "hold":
-                holding = self._calls[event.call]
-                self._answer(holding, lambda: self._engine.hold(holding, event.hold.num_bytes))
+                if (holding := self._calls.get(event.call)) is None:
+                    self.outbox.tell(event.call, answer=_REFUSED)
+                else:
+                    self._answer(holding, lambda: self._engine.hold(holding, event.hold.num_bytes))
             case "submit":
-                if event.submit.part_of:
-                    parent = self._calls[event.submit.part_of]
+                if (parent := self._calls.get(event.submit.part_of)) is not None:
                     self._calls[event.call] = Call(self.outbox, event.call, event.submit.key, parent=parent)
-                if event.call in self._calls:
-                    submitted = self._calls[event.call]
+                if (submitted := self._calls.get(event.call)) is None:
+                    self.outbox.tell(event.call, answer=_REFUSED)
+                else:
                     self._answer(submitted, lambda: self._engine.submit(submitted, event.submit))
-                else:  # the call was refused after the front end had submitted its request
-                    self.outbox.tell(event.call, answer=pb.Answer(code=grpc.StatusCode.ABORTED.value[0]))
             case "unserved":
                 asking = Call(self.outbox, event.call, "")
                 self._answer(asking, lambda: self._engine.requests.refuse_unserved(event.unserved.seconds))

@@ -67,6 +67,7 @@ class EngineCall:
         self._link.requests.forget(self.number)
         if self._state is not None:
             self._state.stream.leave()
+        self._link.connection.leave(self.number)
         if self._is_known:
             self._link.connection.say(self.number, close=pb.CloseCall(finished=self.finished))
 
@@ -163,26 +164,27 @@ class EngineCall:
         self._know()
         if part_of is None:
             await self.admitted()
-        await accepted(queued)
+        try:
+            await accepted(queued)
+        except RequestError:
+            await (part_of or self).admitted()  # raises the reason of a call that the next engine has refused
+            raise
         return state
 
     async def restore(self) -> None:
         """Tell the engine what a lost engine knew of this call. A refusal ends the request."""
         connection = self._link.connection
+        if self._submission is not None and self._submission.state.is_over:
+            return  # a resuming call may use the request id
         if self._admit is not None:
             assert self._admission is not None
             if not self._admission.done() or self._admission.result().code:
                 return  # all of its questions are held, or the call is about to end
             admit = pb.Admit()
             admit.CopyFrom(self._admit)
-            admit.restores = True
+            admit.restores, admit.adapter_id = True, self._admission.result().adapter_id
             connection.question(self.number, restores=True, admit=admit).add_done_callback(self._readmitted)
-        if (
-            self._submission is None
-            or self._queued is None
-            or not self._queued.done()
-            or self._submission.state.is_over
-        ):
+        if self._submission is None or self._queued is None or not self._queued.done():
             return
         self._num_engines += 1
         if self._num_engines > MAX_ENGINES:
@@ -193,20 +195,24 @@ class EngineCall:
         message = await _encode(self._submission._replace(supersedes=False, model=model), self._link)
         if self.number in self._link.open_calls:  # not closed meanwhile
             queued = connection.question(self.number, restores=True, submit=message)
-            queued.add_done_callback(self._resubmitted)
+            queued.add_done_callback(self._restored)
 
     def _readmitted(self, answer: asyncio.Future[pb.Answer]) -> None:
-        assert self._admission is not None
-        if not answer.result().code and answer.result().adapter_id != self._admission.result().adapter_id:
-            reason = "the adapter has other weights since the engine's restart"
-            answer.result().code, answer.result().message = grpc.StatusCode.FAILED_PRECONDITION.value[0], reason
-        self._admission = answer
-        self._resubmitted(answer)
+        if answer.result().code:
+            self._admission = answer
+            if self._state is not None:
+                self._state.stream.fail(_error(answer))
 
-    def _resubmitted(self, answer: asyncio.Future[pb.Answer]) -> None:
-        found = answer.result()
-        if found.code and self._state is not None:
-            self._state.stream.fail(RequestError(CODES[found.code], found.message))
+    def _restored(self, answer: asyncio.Future[pb.Answer]) -> None:
+        assert self._submission is not None
+        admission = (self._submission.part_of or self)._admission
+        if answer.result().code:
+            assert admission is not None
+            self._submission.state.stream.fail(_error(admission if admission.result().code else answer))
+
+
+def _error(refusal: asyncio.Future[pb.Answer]) -> RequestError:
+    return RequestError(CODES[refusal.result().code], refusal.result().message)
 
 
 async def _encode(submission: _Submission, link: EngineLink) -> pb.Submit:

@@ -49,9 +49,11 @@ class EngineConnection:
         self._numbers = itertools.count(1)
         self._questions: dict[int, deque[_Question]] = {}  # by call, oldest first
         self._held: dict[int, deque[_Question]] = {}  # for the next engine
+        self._left: set[int] = set()  # calls that have ended before the answers to their questions
         self._restored: set[int] = set()  # calls that the next engine knows, before `release`
         self._events: list[pb.FrontendEvent] = []
         self._has_events = asyncio.Event()
+        self._num_lost = 0  # engines
         self.is_held = False
         self.heard_at = time.monotonic()
         """Monotonic time of the engine's last message: the engine asks for statistics every few seconds."""
@@ -76,7 +78,9 @@ class EngineConnection:
             future.set_result(_refusal(self.end))
             return future
         asked = _Question(pb.FrontendEvent(call=call, **event), future, restores)
-        if self.is_held and not restores:
+        if self.is_held and "close" in event and call not in self._restored:
+            future.set_result(pb.Answer())  # the next engine does not know the call
+        elif self.is_held and not restores:
             self._held.setdefault(call, deque()).append(asked)
         else:
             if restores:
@@ -86,7 +90,23 @@ class EngineConnection:
 
     async def ask(self, call: int, **event: Any) -> pb.Answer:
         """Send the engine an event and wait for the answer. Raises RequestError."""
-        return await accepted(self.question(call, **event))
+        try:
+            return await accepted(self.question(call, **event))
+        except asyncio.CancelledError:
+            self.leave(call)
+            raise
+
+    def leave(self, call: int) -> None:
+        """The call has ended, so the next engine is not asked its questions."""
+        for asked in self._held.pop(call, ()):
+            asked.answer.set_result(pb.Answer())
+        if call in self._questions:
+            self._left.add(call)
+
+    def refuse(self, call: int, error: RequestError) -> None:
+        """Answer a call's held questions with `error`."""
+        for asked in self._held.pop(call, ()):
+            asked.answer.set_result(_refusal(error))
 
     def answer(self, call: int, answer: pb.Answer) -> None:
         if (questions := self._questions.get(call)) is None:
@@ -94,11 +114,12 @@ class EngineConnection:
         asked = questions.popleft()
         if not questions:
             del self._questions[call]
+            self._left.discard(call)
         asked.answer.set_result(answer)
 
     async def messages(self) -> AsyncGenerator[pb.AttachResponse, None]:
         """Wait for an engine, attach, and yield its messages until it is lost."""
-        call = EngineServiceStub(self._channel).Attach(self._said(), wait_for_ready=True)
+        call = EngineServiceStub(self._channel).Attach(self._said(self._num_lost), wait_for_ready=True)
         try:
             async for message in call:
                 self.heard_at = time.monotonic()
@@ -114,11 +135,20 @@ class EngineConnection:
         self.is_held = True
         self._restored.clear()
         self._events.clear()
+        self._num_lost += 1
+        self._has_events.set()  # ends `_said` of the lost engine, which gRPC leaves waiting
         self._has_events.clear()
         for call, questions in self._questions.items():
-            kept = (asked for asked in questions if not asked.restores)
-            self._held[call] = deque([*kept, *self._held.get(call, ())])
+            kept = deque[_Question]()
+            for asked in questions:
+                if call in self._left or asked.event.HasField("close"):
+                    asked.answer.set_result(pb.Answer())  # the call is lost with the engine
+                elif not asked.restores:
+                    kept.append(asked)
+            if kept or call in self._held:
+                self._held[call] = kept + self._held.get(call, deque())
         self._questions.clear()
+        self._left.clear()
 
     def release(self) -> None:
         """Ask the engine the held questions."""
@@ -150,11 +180,14 @@ class EngineConnection:
     async def close(self) -> None:
         await self._channel.close()
 
-    async def _said(self) -> AsyncIterator[pb.AttachRequest]:
+    async def _said(self, num_lost: int) -> AsyncIterator[pb.AttachRequest]:
+        """The messages to the engine that comes after `num_lost` others."""
         pace = Pace()
         while True:
             await self._has_events.wait()
             await pace.wait()
+            if num_lost != self._num_lost:
+                return
             num_bytes = num_events = 0
             for event in self._events:
                 num_bytes += event.ByteSize()

@@ -33,6 +33,7 @@ log = structlog.get_logger()
 
 SHUTTING_DOWN = RequestError(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
 _NO_TOKENIZER = "the model's tokenizer cannot be loaded; the server's log and GetClusterState say why"
+_NO_ENGINE = "the server's engine restarts, and took no requests"
 MIN_REQUEST_BYTES = 1 << 20
 MAX_SOUND_BYTES = 16 << 20
 BYTES_PER_TOKEN = 12
@@ -177,6 +178,11 @@ class EngineLink:
         self.admissions.check_room(num_bytes, self.requests.unread.most, self.loading.model)
         answer = self.connection.question(call, admit=admit)
         self.admissions.count(admit.api_key_id, num_bytes, answer)
+        if self.connection.is_held:
+            seconds = min(self.welcome.result().no_worker_timeout, patience.get())
+            error = RequestError(grpc.StatusCode.UNAVAILABLE, f"{_NO_ENGINE} for {seconds:g} s; try again later")
+            waiting = asyncio.get_running_loop().call_later(seconds, self.connection.refuse, call, error)
+            answer.add_done_callback(lambda _: waiting.cancel())
         return answer
 
     async def abort(self, key: str) -> bool:
