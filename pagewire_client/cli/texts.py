@@ -44,6 +44,11 @@ def add_texts(
         help="leading numbers of each vector to keep; 0 for all",
     )
     embed.add_argument("--truncate", action="store_true", help="cut texts that are too long for the model")
+    embed.add_argument(
+        "--truncate-prompt-tokens",
+        type=integer_of(pb.EmbedRequest, "truncate_prompt_tokens"),
+        help="number of last tokens of each text to keep (default: all)",
+    )
     score = commands.add_parser(
         "score", parents=[request], help="score how well documents answer a query, the best first"
     )
@@ -62,6 +67,11 @@ def add_texts(
         help="how many of the best to show; 0 for all (default)",
     )
     score.add_argument("--truncate", action="store_true", help="cut documents that are too long for the model")
+    score.add_argument(
+        "--truncate-prompt-tokens",
+        type=integer_of(pb.ScoreRequest, "truncate_prompt_tokens"),
+        help="number of last tokens of each document to keep (default: all)",
+    )
     transcribe = commands.add_parser("transcribe", parents=[request], help="transcribe a sound file")
     transcribe.add_argument(
         "file", type=_sound, help="WAV, FLAC, MP3, OGG, MP4 or WebM, whatever its name; at most 16 MiB"
@@ -88,6 +98,7 @@ async def embed(arguments: argparse.Namespace, target: str) -> None:
             normalize=arguments.normalize,
             dimensions=arguments.dimensions,
             truncate=arguments.truncate,
+            truncate_prompt_tokens=arguments.truncate_prompt_tokens,
             **request_options(arguments),
         ):
             vectors = [[round(number, 7) for number in vector] for vector in embedding.vectors]
@@ -102,6 +113,7 @@ async def score(arguments: argparse.Namespace, target: str) -> None:
             top_n=arguments.top_n,
             pair_format=arguments.pair_format,
             truncate=arguments.truncate,
+            truncate_prompt_tokens=arguments.truncate_prompt_tokens,
             **request_options(arguments),
         ):
             sys.stdout.write(f"{found:.4f}  {arguments.documents[number]}\n")

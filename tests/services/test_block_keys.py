@@ -53,7 +53,7 @@ async def test_keys_that_the_front_end_made_are_the_ones_that_planning_has(byte_
     async with serving(worker) as address, running(address) as engine:
         state = await submit(engine, "a", list(range(3, 203)))
         root = engine.group(state).cache_root
-        keys = await engine_call._block_keys(root, state.request, 8)
+        keys = await engine_call._block_keys(root, state.request.prompt_token_ids, 8)
         assert b"".join(engine.group(state).sequences[0].block_keys) == keys
         assert len(keys) == 200 // 8 * KEY_BYTES
         worker.runs.set()

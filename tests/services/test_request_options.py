@@ -76,6 +76,7 @@ async def test_a_command_sends_what_its_flags_say(tmp_path: Path, capsys: pytest
             "generate", "hello", "--parse-special-tokens", "--json-schema", f"@{tmp_path}/schema.json", *OF_ALL
         ),
         await heard("embed", "one", "--pooling", "all", "--no-normalize", "--dimensions", "2", "--truncate", *OF_ALL),
+        await heard("embed", "one", "--truncate-prompt-tokens", "5"),
         await heard("score", "query", "one", "--top-n", "1", "--pair-format", "{query}", "--truncate", *OF_ALL),
         await heard(
             *("transcribe", f"{tmp_path}/sound.wav", "--language", "en", "--translate", "--prompt", "said before"),
@@ -97,6 +98,7 @@ async def test_a_command_sends_what_its_flags_say(tmp_path: Path, capsys: pytest
             truncate=True,
             **SAID,
         ),
+        pb.EmbedRequest(inputs=[pb.EmbedInput(text="one")], truncate_prompt_tokens=5),
         pb.ScoreRequest(query="query", documents=["one"], top_n=1, pair_format="{query}", truncate=True, **SAID),
         pb.TranscribeRequest(
             sound=pb.Sound(data=b"RIFF"),

@@ -151,21 +151,23 @@ async def test_texts_of_one_call_go_on_in_the_next_engine(
 
 @pytest.mark.parametrize("grace", ["0", "60"])
 async def test_front_ends_are_replaced_one_after_the_other(
-    start: Start, worker: str, tiny_model_directory: Path, grace: str
+    start: Start, worker_process: tuple[ServiceProcess, str], tiny_model_directory: Path, grace: str
 ) -> None:
     """A stream goes on within the grace. Beyond, its last event says that it can be resumed elsewhere."""
-    scheduler = Restartable(start, tiny_model_directory, worker, "--grace", grace)
+    worker, target = worker_process
+    scheduler = Restartable(start, tiny_model_directory, target, "--grace", grace)
     sampling = sampling_params({"temperature": 1.0, "n": 2, "seed": 3, "max_tokens": 220})
     async with Client(scheduler.target, retry_for=0) as client:
         await client.wait_until_serving(60)
         before = front_ends(scheduler.target)
         reading = Reading(client, sampling, asyncio.Event())
         await until_received(2, reading)
-        scheduler.process.process.send_signal(signal.SIGUSR1)
-        await asyncio.to_thread(scheduler.process.wait_for, "front end drains", 60)
-        if grace == "0":
-            with pytest.raises(grpc.aio.AioRpcError, match="this front end ends for another one; resume the request"):
-                await reading.task
+        with halted(worker):  # or the stream may end before its front end drains
+            scheduler.process.process.send_signal(signal.SIGUSR1)
+            await asyncio.to_thread(scheduler.process.wait_for, "front end drains", 60)
+            if grace == "0":
+                with pytest.raises(grpc.aio.AioRpcError, match="this front end ends for another one; resume the"):
+                    await reading.task
         async with Client(scheduler.target, retry_for=0) as later:
             if grace == "60":
                 await reading.assert_undisturbed(later)
