@@ -83,7 +83,8 @@ soak: setup
 # Other people's clients, vLLM's own HTTP tests, and the schemas that OpenAI and Anthropic publish. CLIENT: one of them.
 # They are installed into a temporary folder. PEER: a folder with vLLM for its benchmark, as for bench.
 compat: setup
-	PEER="$(PEER)" PYTHONPATH="$(CURDIR):$(CURDIR)/protos" $(BIN)/python tests/compat/run.py $(CLIENT:%=--only "%") $(MODEL:%=--model %)
+	PEER="$(PEER)" PYTHONPATH="$(CURDIR):$(CURDIR)/protos" $(BIN)/python tests/compat/run.py $(CLIENT:%=--only "%") $(MODEL:%=--model %) \
+  $(VECTORS:%=--vectors %) $(PAIRS:%=--pairs %) $(PAGE:%=--page %)
 
 # The tests of Triton's kernels and of the worker's model code, on a machine with a GPU. PYTHON must have torch, triton,
 # transformers, pytest, hypothesis and peft, and this project's own packages. Without a network, PEER brings these: see

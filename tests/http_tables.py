@@ -37,7 +37,20 @@ NOTES = {
     "cache_salt": "cached prompts are shared only within a salt",
     "chat_template_kwargs": "variables of the chat template",
     "continue_final_message": "the last message is continued",
+    "RerankFields.documents": "",
+    "ScoreFields.documents": "",
+    "data_1": "older name of `queries`",
+    "data_2": "older name of `documents`",
     "documents": "for the chat template",
+    "embed_dtype": "number type in base64 and bytes",
+    "encoding_format": "`bytes`: a header describes them; for up to 256 texts",
+    "endianness": "byte order in base64 and bytes",
+    "input_type": "refused",
+    "items": "another name of `documents`",
+    "task": "`token_embed`: a vector for each token",
+    "text_1": "older name of `queries`",
+    "text_2": "older name of `documents`",
+    "use_activation": "vLLM's name of `normalize`",
     "echo": "the answer begins with the prompt",
     "guided_choice": "older name of `structured_outputs.choice`",
     "guided_grammar": "older name of `structured_outputs.grammar`",
@@ -60,6 +73,7 @@ NOTES = {
     "service_tier": "no effect",
     "store": "`true` is refused",
     "thinking_token_budget": "tokens of reasoning before the closing mark is forced",
+    "truncation_side": "`right`: the first tokens are kept instead",
     "truncate_prompt_tokens": "keeps the last tokens; -1: as many as fit",
     "use_beam_search": "beams: the larger of `n` and `best_of`",
     "user": "no effect",
@@ -129,9 +143,13 @@ def field_tables() -> Iterator[str]:
     )
     yield _table(SamplingFields, further)
     for body, names in routes.items():
+        same = next((base for base in body.__mro__[1:] if base in routes), None)
         hidden = common if issubclass(body, SamplingFields) else Fields.model_fields
+        if same is not None:
+            hidden = {name: field for name, field in same.model_fields.items() if name not in body.__annotations__}
         own = {name: field for name, field in body.model_fields.items() if name not in hidden}
-        yield f"**{', '.join(names)}**\n\n{_table(body, own)}"
+        more = f" has the fields of {routes[same][0]}, and" if same else ""
+        yield f"**{', '.join(names)}**{more}\n\n{_table(body, own)}"
     texts = [f"`{name}`" for name in transcriptions.KNOWN]
     formats = ", ".join(f"`{name}`" for name in transcriptions.FORMATS)
     granularities = ", ".join(f"`{name}`" for name in sorted(transcriptions.GRANULARITIES))

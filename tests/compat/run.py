@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from vllm_tests import run_vllm_tests
+from vllm_tests import ALONE, PACKAGES, run_vllm_tests
 
 from pagewire_client.local import LocalServer
 from worker_service.loading.model_store import find_model
@@ -54,14 +54,23 @@ def main() -> None:
     names = [*PROGRAMS, "vllm"]
     parser.add_argument("--only", action="append", choices=names, help="a client to run, instead of all; repeatable")
     parser.add_argument("--model", default="default", help="the model to serve")
+    parser.add_argument("--vectors", help="a model that makes vectors, for vLLM's tests of such models")
+    parser.add_argument("--pairs", help="a cross-encoder, for vLLM's tests of such models")
+    parser.add_argument("--page", type=Path, help="a file for the table of vLLM's tests, instead of the output")
     parser.add_argument("--folder", type=Path, help="a folder that keeps the installed packages for the next run")
     arguments = parser.parse_args()
     wanted = arguments.only or names
+    kinds = ("model", "vectors", "pairs")
+    models = {kind: model for kind in kinds if (model := getattr(arguments, kind)) is not None}
     results = []
     with _folder(arguments.folder) as folder:
         for dtype in ("auto", "float32"):  # lm-eval's figures are compared with float32, which takes longer
-            if group := [name for name in wanted if (name == "lm-eval") is (dtype == "float32")]:
+            if group := [name for name in wanted if (name == "lm-eval") is (dtype == "float32") and name != "vllm"]:
                 results += _run_with_server(folder, arguments.model, dtype, group)
+        if "vllm" in wanted:
+            python = _python(folder / "vllm_tests", PACKAGES)
+            _install(python, "--no-deps", *ALONE)
+            results.append(run_vllm_tests(folder / "vllm_tests", python, models, arguments.page))
     sys.exit(not all(results))
 
 
@@ -76,9 +85,6 @@ def _run_with_server(folder: Path, asked: str, dtype: str, names: list[str]) -> 
             "HF_HUB_OFFLINE": "1",
         }
         for name in names:
-            if name == "vllm":
-                yield run_vllm_tests(folder, _python(folder, TEST_PACKAGES), environment)
-                continue
             program = PROGRAMS[name]
             command = (_node if program.name.endswith(".mjs") else _python_program)(folder, program)
             paths = [os.environ["PYTHONPATH"], *map(str, (TESTS, TESTS / "services") if program.reads_tests else ())]
@@ -91,12 +97,6 @@ def _run_with_server(folder: Path, asked: str, dtype: str, names: list[str]) -> 
                 result, _, what = line.partition(" ")
                 print(f"{name:18} {what[:240]:40} {result}", flush=True)
                 yield result != "fail"
-
-
-TEST_PACKAGES = [
-    *("openai", "anthropic", "pytest", "pytest-asyncio", "pytest-timeout", "jsonschema", "regex", "pybase64"),
-    *("requests", "tblib", "prometheus-client", "httpx", "soundfile"),
-]
 
 
 @contextmanager
@@ -117,9 +117,13 @@ def _python(folder: Path, packages: list[str]) -> str:
         subprocess.run([sys.executable, "-m", "venv", environment], check=True)
         (site,) = environment.glob("lib/python*/site-packages")
         (site / "zz_of_pagewire.pth").write_text(sysconfig.get_paths()["purelib"])
-    install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages]
-    subprocess.run(install if packages else ["true"], check=True)
+    if packages:
+        _install(python, *packages)
     return python
+
+
+def _install(python: str, *wanted: str) -> None:
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted], check=True)
 
 
 def _python_program(folder: Path, program: Program) -> list[str]:

@@ -1,142 +1,102 @@
-"""A pytest plugin that runs vLLM's own HTTP tests against a running server. vLLM itself is not installed.
+"""A pytest plugin that runs vLLM's own HTTP tests against a running server, and writes down how each test ends.
 
-The modules of vLLM are replaced by stubs, and the server that the tests would start by the running server. Tests that
-send no request are left out: they test vLLM's own functions.
+vLLM's Python modules come from its source distribution. Only the class that starts vLLM's server is replaced.
 """
 
-import importlib.machinery
 import inspect
 import json
 import os
 import re
-import sys
-import types
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-import anthropic
-import openai
 import pytest
-import transformers
+import vllm.distributed
+import vllm.platforms
+from vllm.platforms.cpu import CpuPlatform
+
+vllm.platforms._current_platform = CpuPlatform()
+vllm.distributed.cleanup_dist_env_and_memory = lambda *_, **__: None  # would ask for a GPU
+
+from vllm.transformers_utils import repo_utils
+
+from tests import utils
 
 URL = os.environ["PAGEWIRE_URL"]
+ONLY_COUNTED = re.compile(r"multimodal|vision|_vlm|test_image|speech_to_text|scale_out|launchers|sagemaker")
+"""Tests with files from the network, of routes between vLLM's own processes, or of the end of its server."""
 
 
-class Nothing:
-    """Stands for any object of vLLM: a false value that has every attribute."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Nothing()
-
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        return Nothing()
-
-    def __bool__(self) -> bool:
-        return False
-
-    def get_vocab_size(self) -> int:
-        return len(load_tokenizer())
-
-
-class Stub(types.ModuleType):
-    """Stands for any module of vLLM."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if name.endswith("get_tokenizer"):
-            return load_tokenizer
-        if name in ("current_platform", "envs"):
-            return Nothing()
-        return type(name, (Exception,) if name.endswith("Error") else (Nothing,), {})
-
-
-class Finder:
-    """Finds a stub for every module of vLLM."""
-
-    def find_spec(self, name: str, *_: Any) -> Any:
-        is_theirs = name.partition(".")[0] == "vllm"
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if is_theirs else None  # type: ignore[arg-type]
-
-    def create_module(self, spec: Any) -> Any:
-        return Stub(spec.name)
-
-    def exec_module(self, _: Any) -> None:
-        pass
-
-
-class RemoteOpenAIServer:
+class RunningServer(utils.RemoteOpenAIServer):  # type: ignore[misc]
     """The running server. Flags of vLLM have no effect."""
 
-    DUMMY_API_KEY, url_root, uds, show_hidden_metrics = "none", URL, None, False
-    host, port = URL.removeprefix("http://").split(":")
+    DUMMY_API_KEY, uds, show_hidden_metrics = "none", None, False
+    host, port = urlsplit(URL).hostname, urlsplit(URL).port
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
-
-    def __enter__(self) -> "RemoteOpenAIServer":
-        return self
 
     def __exit__(self, *_: Any) -> None:
         pass
 
-    def url_for(self, *parts: str) -> str:
-        return "/".join((URL, *parts))
-
-    def _client(self, kind: Any, path: str = "", **given: Any) -> Any:
-        return kind(**{"base_url": URL + path, "api_key": "none", "max_retries": 0, "timeout": 60} | given)
-
-    def __getattr__(self, name: str) -> Any:
-        kinds = {
-            "get_client": partial(self._client, openai.OpenAI, "/v1"),
-            "get_async_client": partial(self._client, openai.AsyncOpenAI, "/v1"),
-            "get_client_anthropic": partial(self._client, anthropic.Anthropic),
-            "get_async_client_anthropic": partial(self._client, anthropic.AsyncAnthropic),
-        }
-        if name not in kinds:
-            raise AttributeError(name)
-        return kinds[name]
+    @property
+    def url_root(self) -> str:
+        return URL
 
 
-def load_tokenizer(*_: Any, **__: Any) -> Any:
-    return transformers.PreTrainedTokenizerFast.from_pretrained(os.environ["PAGEWIRE_FOLDER"])
+class Nowhere:
+    """Stands for the hub: downloads are for flags of vLLM's server."""
+
+    def snapshot_download(self, *_: Any, **__: Any) -> str:
+        return ""
 
 
-def unchanged(*_: Any, **__: Any) -> Any:
-    return lambda function: function
-
-
-sys.meta_path.insert(0, Finder())  # type: ignore[arg-type]
-transformers.AutoTokenizer.from_pretrained = load_tokenizer
-utils: Any = Stub("tests.utils")
-utils.RemoteOpenAIServer, utils.ROCM_EXTRA_ARGS, utils.VLLM_PATH = RemoteOpenAIServer, [], Path()
-utils.multi_gpu_only = utils.requires_fp8 = utils.create_new_process_for_each_test = unchanged
-sys.modules["tests.utils"] = utils
+repo_utils.hf_api = Nowhere
+utils.RemoteOpenAIServer = utils.RemoteLaunchRenderServer = utils.RemoteOpenAIServerCustom = RunningServer
 
 
 def sends(item: Any) -> bool:
-    """Whether a test reaches the server, through a fixture or by itself."""
-    through_fixture = any(name.endswith(("client", "server")) for name in item.fixturenames)
-    return through_fixture or "RemoteOpenAIServer" in inspect.getsource(item.function)
+    """Whether a test or a fixture of it names the server's class."""
+    fixtures = (one.func for found in item._fixtureinfo.name2fixturedefs.values() for one in found)
+    return any(
+        "RemoteOpenAIServer" in _source(one) or "RenderServer" in _source(one) for one in (item.function, *fixtures)
+    )
+
+
+@cache
+def _source(function: Any) -> str:
+    return inspect.getsource(function) if inspect.isfunction(function) else ""
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    config.hook.pytest_deselected(items=[item for item in items if not sends(item)])
-    items[:] = [item for item in items if sends(item)]
+    """Leave out tests that send no request: they test vLLM's own functions. Of the others, some are only counted."""
+    counted = [item for item in items if sends(item) and ONLY_COUNTED.search(item.nodeid)]
+    for item in counted:
+        _write(item.nodeid, "not run")
+    run = [item for item in items if sends(item) and item not in counted]
+    config.hook.pytest_deselected(items=[item for item in items if item not in run])
+    items[:] = run
+
+
+def _write(test: str, result: str, reason: str = "") -> None:
+    with Path(os.environ["PAGEWIRE_RESULTS"]).open("a") as file:
+        file.write(json.dumps({"test": test, "result": result, "reason": reason}) + "\n")
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: Any, call: Any) -> Any:
     report = (yield).get_result()
-    if report.failed:
+    if report.when == "call" and report.passed:
+        _write(item.nodeid, "passed")
+    elif report.failed or report.skipped:
         text = " ".join(str(call.excinfo.value).split())
         said = re.search(r"'message': [\"'](.{1,140})", text)
-        line = {"test": item.nodeid, "kind": call.excinfo.typename, "reason": said[1] if said else text[:200]}
-        with Path(os.environ["PAGEWIRE_FAILURES"]).open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        kind = "skipped" if report.skipped else "failed"
+        _write(item.nodeid, kind, f"{call.excinfo.typename}: {said[1] if said else text[:200]}")
+
+
+def pytest_collectreport(report: Any) -> None:
+    if report.failed:
+        _write(report.nodeid, "not collected", " ".join(str(report.longrepr).split())[-200:])

@@ -104,6 +104,24 @@ async def test_every_token_has_its_log_probabilities_and_the_end_has_them_too(
     assert found == pytest.approx([one.logprob for entry in output.logprobs for one in (entry.chosen, *entry.top)])
 
 
+async def test_each_conversation_of_a_batch_has_the_answer_that_it_has_alone(tiny_server: LocalServer) -> None:
+    asked: dict[str, Any] = {"max_tokens": 5, "temperature": 0, "logprobs": True}
+    async with aiohttp.ClientSession(tiny_server.http_url) as session:
+
+        async def post(path: str, **more: Any) -> tuple[int, Any]:
+            async with session.post(path, json=asked | more) as answer:
+                return answer.status, await answer.json()
+
+        conversations = [CHAT, [{"role": "user", "content": "you"}]]
+        alone = [(await post("/v1/chat/completions", messages=one))[1] for one in conversations]
+        status, found = await post("/v1/chat/completions/batch", messages=conversations)
+        assert status == 200
+        assert found["choices"] == [one["choices"][0] | {"index": index} for index, one in enumerate(alone)]
+        assert found["usage"]["total_tokens"] == sum(one["usage"]["total_tokens"] for one in alone)
+        for wrong in ({"stream": True}, {"n": 2}, {"messages": []}, {"messages": [CHAT, []]}, {"messages": CHAT}):
+            assert (await post("/v1/chat/completions/batch", **{"messages": conversations} | wrong))[0] == 400, wrong
+
+
 async def test_a_stream_has_its_usage_at_the_end(client: openai.AsyncOpenAI) -> None:
     asked: dict[str, Any] = {"model": MODEL, "messages": CHAT, **WORDS}
     options = {"include_usage": True}

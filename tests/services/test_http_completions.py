@@ -352,6 +352,8 @@ async def test_a_prompt_is_cut_and_its_special_tokens_are_read_where_asked(
     for given in ("one two", list(await ours.tokenize("one two"))):
         (choice,) = (await create(client, given, truncate_prompt_tokens=2, **more)).choices
         assert choice.prompt_token_ids == list(await ours.tokenize("one two"))[-2:]
+        (choice,) = (await create(client, given, truncate_prompt_tokens=2, truncation_side="right", **more)).choices
+        assert choice.prompt_token_ids == list(await ours.tokenize("one two"))[:2]
     for parse in (True, False):
         text = f"a{SPECIAL_TOKENS[0]}b"
         expected = await ours.tokenize(text, parse_special_tokens=parse)

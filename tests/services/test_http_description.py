@@ -15,9 +15,12 @@ from scheduler_service.frontend.http.served.description import OPERATIONS
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
 ASKED: dict[str, dict[str, Any]] = {
     "POST /v1/chat/completions": CHAT,
+    "POST /v1/chat/completions/batch": CHAT | {"messages": [CHAT["messages"]] * 2},
     "POST /v1/completions": {"prompt": "hello", "max_tokens": 3},
     "POST /v1/responses": {"input": "hello", "max_output_tokens": 16, "store": True},
     "POST /v1/embeddings": {"input": ["hello", "you"]},
+    "POST /v2/embed": {"texts": ["hello"], "embedding_types": ["float", "base64"]},
+    "POST /pooling": {"input": "hello", "task": "token_embed"},
     "POST /v1/rerank": {"query": "hello", "documents": ["you", "me"]},
     "POST /v1/score": {"text_1": "hello", "text_2": ["you", "me"]},
     "POST /tokenize": {"prompt": "hello"},

@@ -159,7 +159,7 @@ async def test_a_loop_of_tools_goes_on_from_history_in_every_form(client: openai
         ({"tool_choice": "required", "extra_body": {"ignore_eos": True}}, None),
         ({"extra_body": {"guided_regex": "a"}}, "tools"),
         ({"extra_body": {"functions": []}}, "functions"),
-        ({"extra_body": {"chat_template_kwargs": {"style": 1}}}, "template_arguments"),
+        ({"extra_body": {"chat_template_kwargs": {"style": 1}}}, "chat_template_kwargs"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"store": True}, "store"),
         ({"top_logprobs": 2}, "top_logprobs"),

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 import openai
 import pytest
+import torch
 from embedding_helpers import TEXTS, assert_nothing_is_left, encoder_settings, serving
 from engines import until
 from http_edge import http_edge
@@ -22,6 +24,7 @@ from tiny_encoder import write_encoder
 from pagewire_client import Client
 from scheduler_service.frontend.http import server as http_server
 from scheduler_service.frontend.http.limits import Room, client_of
+from scheduler_service.frontend.http.vectors.encodings import in_base64, in_type
 
 MODEL = "encoder"
 
@@ -129,6 +132,98 @@ async def test_the_last_tokens_of_a_text_are_kept_where_asked(server: tuple[InPr
         assert (await post(url, "/v1/embeddings", {"input": "a"} | wrong))[0] == 400
 
 
+NARROW: dict[str, Any] = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+NARROW |= {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+
+@pytest.mark.parametrize("kind", NARROW)
+def test_numbers_are_rounded_to_the_nearest_of_their_type(kind: Any) -> None:
+    ties = torch.tensor([0.0, -0.0, 1.0625, 1.1875, -1.1875, 2**-10, 3 * 2**-10, 448.0])
+    numbers = torch.cat([ties, *(torch.randn(9000) * scale for scale in (0.01, 1, 30))])
+    expected = numbers.to(NARROW[kind]).view(torch.uint8).numpy().tobytes()
+    given = numbers.numpy().tobytes()
+    assert b"".join(in_type(given, kind, "little")) == expected
+    assert base64.b64decode(b"".join(in_base64(given, kind, "little"))[1:-1]) == expected
+
+
+async def test_vectors_come_as_bytes_of_any_type_and_order(server: tuple[InProcess, str]) -> None:
+    one, url = server
+    asked = {"input": ["a", "bc"], "embed_dtype": "float16", "endianness": "big"}
+    async with Client(one.target) as ours:
+        expected = b"".join(np.array(it.vector, ">f2").tobytes() for it in await ours.embed(asked["input"]))
+    async with aiohttp.ClientSession(url) as session:
+        for form in ("bytes", "bytes_only"):
+            async with session.post("/v1/embeddings", json=asked | {"encoding_format": form}) as answer:
+                assert await answer.read() == expected
+                about = json.loads(answer.headers.get("metadata", "{}")).get("data", [])
+                assert [it["end"] for it in about] == ([len(expected) // 2, len(expected)] if form == "bytes" else [])
+    _, found = await post(url, "/v1/embeddings", asked | {"encoding_format": "base64"})
+    assert b"".join(base64.b64decode(it["embedding"]) for it in found["data"]) == expected
+    many = {"input": ["a"] * 257, "encoding_format": "bytes"}
+    assert (await post(url, "/v1/embeddings", many))[0] == 400
+
+
+async def test_tokens_have_vectors_of_their_own(server: tuple[InProcess, str]) -> None:
+    """Their mean is the vector of the text."""
+    _, url = server
+    plain = {"input": [[5, 6, 7]], "use_activation": False}
+    _, whole = await post(url, "/pooling", plain)
+    _, parts = await post(url, "/pooling", plain | {"task": "token_embed"})
+    vectors = parts["data"][0]["data"]
+    assert [len(vector) for vector in vectors] == [len(whole["data"][0]["data"])] * 3
+    assert np.mean(vectors, axis=0) == pytest.approx(whole["data"][0]["data"], rel=1e-5, abs=1e-6)
+    _, packed = await post(url, "/pooling", plain | {"task": "token_embed", "encoding_format": "base64"})
+    assert as_sent(packed["data"][0]["data"]) == [number for vector in vectors for number in as_sent(vector)]
+
+
+async def test_cohere_gets_several_forms_at_once(server: tuple[InProcess, str]) -> None:
+    one, url = server
+    async with Client(one.target) as ours:
+        first, last = await ours.embed(["c" * 64, "b" * 64])
+    forms = ["float", "base64", "binary", "ubinary"]
+    for truncate, expected in (("END", first), ("START", last)):
+        asked = {"texts": ["c" * 64 + "b" * 64], "truncate": truncate, "embedding_types": forms}
+        status, found = await post(url, "/v2/embed", asked)
+        assert status == 200
+        vectors = {form: found["embeddings"][form][0] for form in forms}
+        assert as_sent(vectors["float"]) == as_sent(vectors["base64"]) == list(expected.vector)
+        bits = [int(number > 0) for number in expected.vector]
+        assert vectors["ubinary"] == [int("".join(map(str, bits[at : at + 8])), 2) for at in range(0, len(bits), 8)]
+        assert vectors["binary"] == [byte - 128 for byte in vectors["ubinary"]]
+        assert found["meta"]["billed_units"]["input_tokens"] == 66
+    for wrong in ({"truncate": "NONE"}, {"input_type": "query"}, {"output_dimension": 9}, {"texts": []}):
+        assert (await post(url, "/v2/embed", asked | wrong))[0] == 400
+
+
+async def test_pairs_have_the_scores_of_each_query_alone(server: tuple[InProcess, str]) -> None:
+    _, url = server
+    queries, documents = ["a town", "one"], ["a town", "an answer"]
+    alone = [
+        (await post(url, "/score", {"queries": q, "items": d}))[1] for q, d in zip(queries, documents, strict=True)
+    ]
+    for names in (("queries", "documents"), ("text_1", "text_2"), ("data_1", "data_2")):
+        status, found = await post(url, "/score", dict(zip(names, (queries, documents), strict=True)))
+        assert status == 200
+        assert [(it["index"], it["score"]) for it in found["data"]] == [
+            (index, pytest.approx(answer["data"][0]["score"])) for index, answer in enumerate(alone)
+        ]
+        assert found["usage"]["prompt_tokens"] == sum(answer["usage"]["prompt_tokens"] for answer in alone)
+
+
+async def test_the_fields_tell_which_route_is_invoked(server: tuple[InProcess, str]) -> None:
+    _, url = server
+    for path, asked in (
+        ("/v1/embeddings", {"input": "a"}),
+        ("/v1/rerank", {"query": "a", "documents": ["a", "b"]}),
+        ("/v1/score", {"queries": "a", "documents": ["a", "b"]}),
+    ):
+        (status, expected), (_, found) = await post(url, path, asked), await post(url, "/invocations", asked)
+        name = "results" if path == "/v1/rerank" else "data"
+        assert (status, found[name]) == (200, expected[name])
+    for wrong in ({"inputs": "a"}, [1], b"{"):
+        assert (await post(url, "/invocations", wrong))[0] == 400
+
+
 async def test_documents_are_ranked_and_scored(server: tuple[InProcess, str]) -> None:
     one, url = server
     documents = ["a town", "an answer", "another", "a question"]
@@ -170,8 +265,8 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("embeddings", {"input": "x", "dimensions": 1.5}, 400, "dimensions: "),
     ("embeddings", {"input": "x", "dimensions": 0}, 400, "dimensions: "),
     ("rerank", {"query": "x", "documents": [{"text": "x", "image": "y"}]}, 400, "documents does not have the form"),
-    ("score", {"text_1": "x", "queries": "x", "documents": "y"}, 400, "set either text_1 or queries"),
-    ("score", {"queries": "x"}, 400, "set either text_2 or documents"),
+    ("score", {"text_1": "x", "queries": "x", "documents": "y"}, 400, "set one of queries, text_1"),
+    ("score", {"queries": "x"}, 400, "set one of documents, items"),
     ("embeddings", {"input": "x", "encoding_format": "hex"}, 400, "encoding_format: "),
     ("embeddings", {"input": "x", "input_type": "query"}, 400, "input_type is not supported here"),
     ("embeddings", {"input": "x", "y" * 1000: 1}, 400, " is not supported here"),
@@ -184,7 +279,9 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("embeddings", b" " * ((1 << 20) + 1), 413, "it may have 1048576"),
     ("rerank", {"query": "x", "documents": []}, 400, "documents"),
     ("rerank", {"query": "x", "documents": [{"title": "x"}]}, 400, "documents does not have the form"),
-    ("score", {"text_1": ["x", "y"], "text_2": "z"}, 400, "text_1: "),
+    ("score", {"text_1": ["x", "y"], "text_2": "z"}, 400, "there are 2 queries and 1 documents"),
+    ("score", {"queries": ["x"] * 257, "documents": ["x"] * 257}, 400, "there are 257 pairs"),
+    ("embeddings", {"input": "x", "normalize": True, "use_activation": False}, 400, "normalize and use_activation"),
     ("edits", {}, 404, "POST /v1/edits is not served here"),
 ]
 

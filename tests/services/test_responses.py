@@ -223,7 +223,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"role": "user", "content": "x", "weight": 1}]}, "input[0].weight"),
     ({"input": [{"role": "user", "content": "x" * (1 << 19)}], "store": True}, "store"),
     ({"model": "gpt-4o"}, "model"),
+    ({"chat_template_kwargs": {"no_such_variable": 1}}, "chat_template_kwargs"),
+    ({"structured_outputs": {"regex": "a"}, "text": {"format": {"type": "json_object"}}}, "text.format"),
 ]
+
+
+async def test_vllms_further_fields_mean_the_same_as_in_chats(url: str) -> None:
+    found = await post(url, structured_outputs={"regex": "ab{9}"}, stop="bbb", include_stop_str_in_output=True)
+    assert found["output"][-1]["content"][0]["text"] == "abbb"
+    found = await post(url, ignore_eos=True, max_output_tokens=16, logit_bias={"70": 100.0}, top_k=1, seed=1)
+    assert len({*found["output"][-1]["content"][0]["text"]}) == 1
 
 
 async def test_what_cannot_be_honoured_is_refused_by_its_name(url: str) -> None:

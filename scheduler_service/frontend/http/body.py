@@ -1,10 +1,11 @@
 """Reads the JSON body of an HTTP request into fields that are all known."""
 
 import asyncio
+from collections.abc import Set
 from typing import Annotated, Any, TypeVar
 
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from scheduler_service.frontend.http.errors import HttpError, invalid
 from scheduler_service.frontend.http.limits import Held
@@ -75,6 +76,14 @@ def parse(body: bytes, kind: type[AnyFields]) -> AnyFields:
     """Parse and validate a body. Raises HttpError."""
     try:
         return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _refusal(error) from None
+
+
+def parse_names(body: bytes) -> Set[str]:
+    """The names in a body. Raises HttpError if the body is no JSON object."""
+    try:
+        return TypeAdapter(dict[str, Any]).validate_json(body).keys()
     except ValidationError as error:
         raise _refusal(error) from None
 

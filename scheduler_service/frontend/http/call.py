@@ -1,6 +1,7 @@
 """One HTTP request, with what its route needs to answer it."""
 
 import asyncio
+from collections.abc import Set
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TypeVar
@@ -9,7 +10,7 @@ from aiohttp import web
 
 from pagewire_common.calls.request_limits import request_size
 from scheduler_service.access.caller import caller, tenant_of
-from scheduler_service.frontend.http.body import Part, parse, parsed_bytes, read_body
+from scheduler_service.frontend.http.body import Part, parse, parse_names, parsed_bytes, read_body
 from scheduler_service.frontend.http.errors import HttpError, invalid
 from scheduler_service.frontend.http.limits import MAX_SOUND_FORM_BYTES, Held
 from scheduler_service.frontend.http.resuming.event_ids import FIRST, HEADER, EventIds
@@ -38,6 +39,7 @@ class Call:
     receive_seconds: float
     texts: TokenTexts
     request_id: str = ""
+    body: bytes = b""
     body_digest: bytes = b""
 
     @property
@@ -52,8 +54,7 @@ class Call:
 
     async def fields(self, kind: type[AnyFields]) -> AnyFields:
         """Read and validate the JSON body. The body's memory stays reserved until the call ends. Raises HttpError."""
-        body = await read_body(self.request, self.held, self.most_bytes, self.receive_seconds)
-        request_size.set(len(body))  # a body in chunks tells no length before
+        body = await self._read()
         self.held.take(parsed_bytes(body))
         hashed = blake2b()
         for start in range(0, len(body), HASHED_AT_ONCE):
@@ -62,6 +63,19 @@ class Call:
                 await asyncio.sleep(0)
         self.body_digest = hashed.digest()
         return parse(body, kind)
+
+    async def field_names(self) -> Set[str]:
+        """The names in the JSON body, which `fields` can read afterwards. Raises HttpError."""
+        self.body = await self._read()
+        self.held.take(parsed_bytes(self.body))
+        return parse_names(self.body)
+
+    async def _read(self) -> bytes:
+        if not self.body:
+            self.body = await read_body(self.request, self.held, self.most_bytes, self.receive_seconds)
+            request_size.set(len(self.body))  # a body in chunks tells no length before
+        body, self.body = self.body, b""
+        return body
 
     def events(
         self, model: ServedModel, *, is_streamed: bool, num_outputs: int = 1, has_ids: bool = False

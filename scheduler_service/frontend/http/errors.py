@@ -31,6 +31,8 @@ _NAMES = {status: code.name for code, (status, _) in reversed(_STATUSES.items())
     503: "UNAVAILABLE",
 }
 _NAMED = re.compile(r"(sampling\.|chat\.)(\w+)")
+_IN_JSON = {"template_arguments": "chat_template_kwargs"}
+"""Fields that JSON bodies call otherwise."""
 RETRY_SECONDS = 1
 """Seconds of the header Retry-After. Pauses of a fleet, such as the loss of a worker, last about a second."""
 RETRY_AFTER = {"Retry-After": str(RETRY_SECONDS)}
@@ -65,7 +67,9 @@ def refused_by(error: RequestError) -> HttpError:
     named = _NAMED.match(str(error))
     if named is None:
         return HttpError(status, code, str(error))
-    return HttpError(status, code, str(error)[len(named[1]) :], named[2])  # JSON bodies have all fields at their top
+    given: str = named[2]
+    name = _IN_JSON.get(given, given)  # JSON bodies have all fields at their top
+    return HttpError(status, code, name + str(error)[named.end() :], name)
 
 
 def grpc_name(status: int) -> str:

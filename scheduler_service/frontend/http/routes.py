@@ -12,26 +12,34 @@ from scheduler_service.frontend.http.anthropic.messages import count_tokens, mes
 from scheduler_service.frontend.http.call import Call
 from scheduler_service.frontend.http.errors import HttpError
 from scheduler_service.frontend.http.ollama import answers as ollama
-from scheduler_service.frontend.http.openai import vectors
 from scheduler_service.frontend.http.openai.chat import chat
+from scheduler_service.frontend.http.openai.chat_batch import chat_batch
 from scheduler_service.frontend.http.openai.completions import complete
 from scheduler_service.frontend.http.openai.transcriptions import transcribe, translate
 from scheduler_service.frontend.http.responses.create import create_response
 from scheduler_service.frontend.http.responses.stored_routes import delete_response, list_input, show_response
 from scheduler_service.frontend.http.served.description import show_description
+from scheduler_service.frontend.http.served.invocations import invoke
 from scheduler_service.frontend.http.served.models import models
 from scheduler_service.frontend.http.served.status import show_load, show_metrics, show_tokenizer, show_version
 from scheduler_service.frontend.http.served.tokens import detokenize, tokenize
+from scheduler_service.frontend.http.vectors import cohere
+from scheduler_service.frontend.http.vectors.embeddings import embeddings, pooling
+from scheduler_service.frontend.http.vectors.scores import rerank, score
 
 Route = Callable[[Call], Awaitable[web.StreamResponse]]
 
 ROUTES: dict[str, Route] = {
     "POST /v1/chat/completions": chat,
+    "POST /v1/chat/completions/batch": chat_batch,
     "POST /v1/completions": complete,
     "POST /v1/responses": create_response,
-    "POST /v1/embeddings": vectors.embeddings,
-    **dict.fromkeys(("POST /v1/rerank", "POST /v2/rerank", "POST /rerank"), vectors.rerank),
-    **dict.fromkeys(("POST /v1/score", "POST /score"), vectors.score),
+    "POST /v1/embeddings": embeddings,
+    "POST /v2/embed": cohere.embed,
+    "POST /pooling": pooling,
+    "POST /invocations": invoke,
+    **dict.fromkeys(("POST /v1/rerank", "POST /v2/rerank", "POST /rerank"), rerank),
+    **dict.fromkeys(("POST /v1/score", "POST /score"), score),
     **dict.fromkeys(("POST /tokenize", "POST /v1/tokenize"), tokenize),
     **dict.fromkeys(("POST /detokenize", "POST /v1/detokenize"), detokenize),
     "GET /version": show_version,

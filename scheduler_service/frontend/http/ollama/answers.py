@@ -30,7 +30,8 @@ from scheduler_service.frontend.http.ollama.fields import (
 from scheduler_service.frontend.http.openai.chat import TOKEN_BYTES
 from scheduler_service.frontend.http.openai.chat_choice import new_call_id
 from scheduler_service.frontend.http.openai.chat_request import chat_request
-from scheduler_service.frontend.http.openai.vectors import numbers_text, vectors_of
+from scheduler_service.frontend.http.vectors.embeddings import vectors_of
+from scheduler_service.frontend.http.vectors.encodings import as_text
 from scheduler_service.frontend.http.writing import answer_in_parts, begin_lines, end, write
 from scheduler_service.frontend.model import ServedModel
 
@@ -227,6 +228,6 @@ async def embed(call: Call) -> web.StreamResponse:
 
     async def parts() -> AsyncIterator[bytes]:
         for vector in found:
-            yield numbers_text(bytes(vector))
+            yield as_text(bytes(vector))
 
     return await answer_in_parts(call.request, json.dumps(shown).encode(), b"embeddings", parts())

@@ -16,6 +16,7 @@ from scheduler_service.frontend.http.openai.chat_choice import ChatChoice
 from scheduler_service.frontend.http.openai.chat_fields import ChatFields
 from scheduler_service.frontend.http.openai.chat_request import chat_request
 from scheduler_service.frontend.http.openai.logprobs import shown_logprobs, shown_prompt_logprobs
+from scheduler_service.frontend.http.service import ChatRequest
 from scheduler_service.frontend.http.writing import answer_in_parts
 from scheduler_service.frontend.model import ServedModel
 
@@ -34,14 +35,14 @@ REASONS = {
 async def chat(call: Call) -> web.StreamResponse:
     fields = await call.fields(ChatFields)
     model = await call.model()
-    return await _Chat(call, fields, model).answer()
+    return await Chat(call, fields, model).answer()
 
 
-class _Chat:
-    """One call of /v1/chat/completions."""
+class Chat:
+    """One call of /v1/chat/completions. `first`: the index of its first choice."""
 
-    def __init__(self, call: Call, fields: ChatFields, model: ServedModel) -> None:
-        self._call, self._fields, self._model = call, fields, model
+    def __init__(self, call: Call, fields: ChatFields, model: ServedModel, first: int = 0) -> None:
+        self._call, self._fields, self._model, self._first = call, fields, model, first
         self._events = call.events(model, is_streamed=fields.stream is True, num_outputs=fields.n or 1)
         origin = self._events.origin
         self._id = f"chatcmpl-{origin.base}"
@@ -51,26 +52,39 @@ class _Chat:
         self._num_prompt_tokens = self._num_cached = self._num_reasoning = 0
 
     async def answer(self) -> web.StreamResponse:
-        fields = self._fields
-        service, model = self._call.service, self._model
-        request = await chat_request(fields, model, self._call.adapter(fields.model, model), self._id, service)
-        self._choices = [
-            ChatChoice(index, self._base, request.syntax.call_id, fields.include_reasoning)
-            for index in range(fields.n or 1)
-        ]
+        if not self._fields.stream:
+            head, choices = await self.whole()
+            return await answer_in_parts(self._call.request, json.dumps(head).encode(), b"choices", choices)
+        request = await self._request()
         self._events.prepare(request.asked)
         try:
-            async with service.chat(request, self._call.metadata, self._events.position) as deltas:
-                return await (self._stream(deltas) if fields.stream else self._whole(deltas))
+            async with self._call.service.chat(request, self._call.metadata, self._events.position) as deltas:
+                return await self._stream(deltas)
         except (RequestError, HttpError) as error:
             if not self._events.has_begun:
                 raise
             await self._send(self._events.failure(error).body)
         return await self._events.end(_DONE)
 
+    async def _request(self) -> ChatRequest:
+        fields, model = self._fields, self._model
+        adapter = self._call.adapter(fields.model, model)
+        request = await chat_request(fields, model, adapter, self._id, self._call.service)
+        self._choices = [
+            ChatChoice(self._first + index, self._base, request.syntax.call_id, fields.include_reasoning)
+            for index in range(fields.n or 1)
+        ]
+        return request
+
     # ---- whole answers
 
-    async def _whole(self, deltas: AsyncIterator[ChatDelta]) -> web.StreamResponse:
+    async def whole(self) -> tuple[dict[str, Any], AsyncIterator[bytes]]:
+        """The members of the answer without its choices, and the choices as JSON. Raises HttpError and RequestError."""
+        request = await self._request()
+        async with self._call.service.chat(request, self._call.metadata) as deltas:
+            return await self._collect(deltas)
+
+    async def _collect(self, deltas: AsyncIterator[ChatDelta]) -> tuple[dict[str, Any], AsyncIterator[bytes]]:
         logprobs: list[list[str]] = [[] for _ in self._choices]
         token_ids: list[list[int]] = [[] for _ in self._choices]
         ends: list[dict[str, Any]] = [{} for _ in self._choices]
@@ -100,7 +114,7 @@ class _Chat:
                 shown["token_ids"] = ids if self._fields.return_token_ids else None
                 yield _with_logprobs(shown, entries if self._fields.logprobs else None).encode()
 
-        return await answer_in_parts(self._call.request, json.dumps(head).encode(), b"choices", parts())
+        return head, parts()
 
     # ---- streams
 

@@ -19,6 +19,7 @@ class CompletionFields(SamplingFields):
     echo: bool | None = None
     logprobs: Number | None = None
     add_special_tokens: Literal[True] | None = None
+    truncation_side: Literal["left", "right"] | None = None
 
 
 def completion_params(fields: CompletionFields, model: ServedModel) -> pb.SamplingParams:
@@ -28,6 +29,8 @@ def completion_params(fields: CompletionFields, model: ServedModel) -> pb.Sampli
     sampling.max_tokens = MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
     if fields.logprobs is not None:
         sampling.logprobs = fields.logprobs
+    if fields.truncation_side is not None and fields.truncate_prompt_tokens is None:
+        raise invalid("truncation_side needs truncate_prompt_tokens", "truncation_side")
     if fields.echo and fields.truncate_prompt_tokens is not None:
         raise invalid("echo cannot be combined with truncate_prompt_tokens", "echo")
     if fields.echo:

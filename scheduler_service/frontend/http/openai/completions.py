@@ -135,20 +135,21 @@ class _Completions:
     async def _prepare(self, given: str | list[int], sampling: pb.SamplingParams) -> _Prompt:
         """Make the request of one prompt, and the text that it echoes."""
         call, fields = self._call, self._fields
+        kept, from_start = kept_tokens(fields, sampling, self._model), fields.truncation_side == "right"
         asked = pb.GenerateRequest(
             request_id=f"{fields.request_id or self._id}-{len(self._prompts)}",
             sampling=sampling,
             priority=fields.priority,
             cache_salt=fields.cache_salt,
             parse_special_tokens=fields.parse_special_tokens and isinstance(given, str),
-            truncate_prompt_tokens=kept_tokens(fields, sampling, self._model),
+            truncate_prompt_tokens=None if from_start else kept,
             lora_name=call.adapter(fields.model, self._model),
         )
         text = ""
         if isinstance(given, str):
             asked.text = text = given
             counts = fields.stream_options is not None and fields.stream_options.in_events
-            if counts or fields.return_token_ids or (fields.echo and fields.logprobs is not None):
+            if counts or from_start or fields.return_token_ids or (fields.echo and fields.logprobs is not None):
                 tokenized = pb.TokenizeRequest(text=given, parse_special_tokens=fields.parse_special_tokens)
                 asked.parse_special_tokens = False
                 asked.token_ids.ids.extend((await encode_prompt(tokenized, self._model)).token_ids)
@@ -158,6 +159,8 @@ class _Completions:
                 shown = pb.DetokenizeRequest(token_ids=given, skip_special_tokens=False)
                 text = (await decode_tokens(shown, self._model)).text
                 call.held.take(len(text))
+        if from_start:
+            del asked.token_ids.ids[kept:]
         self._events.prepare(asked)
         choices = [_Choice() for _ in range(self._num_choices)]
         return _Prompt(asked, text, choices, num_tokens=len(_prompt_ids(asked)))

@@ -7,6 +7,7 @@ from scheduler_service.frontend.http.errors import HttpError, invalid
 from scheduler_service.frontend.http.openai.chat_fields import ChatFields, Function, NamedFunction, NamedTool, ToolField
 from scheduler_service.frontend.http.openai.sampling_fields import JsonSchema, ResponseFormat
 from scheduler_service.frontend.http.responses.fields import (
+    AS_IN_CHATS,
     LOGPROBS,
     Format,
     FunctionChoice,
@@ -26,7 +27,7 @@ _NAMES = {
 }
 """Fields of a chat, and what a response calls them."""
 
-_SAME = ("model", "user", "stream", "temperature", "top_p")
+_SAME = ("model", "user", "stream", "temperature", "top_p", *AS_IN_CHATS)
 
 
 def chat_fields(fields: ResponseFields, messages: list[Any]) -> ChatFields:

@@ -1,12 +1,12 @@
 """The fields of a /v1/responses body."""
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, create_model
 
 from pagewire_common.sampling import MAX_LOGPROBS
 from scheduler_service.frontend.http.body import Fields, Number, Part
-from scheduler_service.frontend.http.openai.chat_fields import MAX_TOOLS, Function, NamedFunction
+from scheduler_service.frontend.http.openai.chat_fields import MAX_TOOLS, ChatFields, Function, NamedFunction
 from scheduler_service.frontend.http.openai.sampling_fields import JsonSchema
 
 LOGPROBS = "message.output_text.logprobs"
@@ -68,8 +68,28 @@ MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
 
 
-class ResponseFields(Fields):
-    """OpenAI's fields. `input` and `tools` are checked item by item where they are converted."""
+AS_IN_CHATS = (
+    *("top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "include_stop_str_in_output"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "chat_template_kwargs", "structured_outputs"),
+    *("priority", "cache_salt", "request_id"),
+)
+"""Further fields of vLLM, which mean the same as in chats."""
+if TYPE_CHECKING:
+    SharedFields = Fields
+else:
+    SharedFields = create_model(
+        "SharedFields",
+        __base__=Fields,
+        **{
+            name: (field.rebuild_annotation(), field.default)
+            for name, field in ChatFields.model_fields.items()
+            if name in AS_IN_CHATS
+        },
+    )
+
+
+class ResponseFields(SharedFields):
+    """OpenAI's fields, and some of vLLM's. `input` and `tools` are checked item by item where they are converted."""
 
     input: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] = Field(default_factory=list)
     instructions: str | None = None

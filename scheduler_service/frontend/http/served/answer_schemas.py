@@ -69,6 +69,9 @@ EMBEDDINGS = has(
     data=many(has(index=COUNT, object=one_of("embedding"), embedding={"anyOf": [many(NUMBER), TEXT]})),
     usage=USAGE,
 )
+_VECTOR: Schema = {"anyOf": [many(NUMBER), many(many(NUMBER)), TEXT]}
+POOLED = has(object=one_of("list"), model=TEXT, data=many(has(index=COUNT, data=_VECTOR)), usage=USAGE)
+COHERE_EMBEDDINGS = has(id=TEXT, texts=many(TEXT), embeddings=ANY, meta=ANY)
 SCORES = has(object=one_of("list"), data=many(has(index=COUNT, score=NUMBER)), usage=USAGE)
 RANKS = has(model=TEXT, results=many(has(index=COUNT, relevance_score=NUMBER)))
 TOKENS = has(count=COUNT, max_model_len=COUNT, tokens=many(COUNT))

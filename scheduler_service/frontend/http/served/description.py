@@ -15,13 +15,14 @@ from scheduler_service.frontend.http.anthropic.fields import CountFields, Messag
 from scheduler_service.frontend.http.body import Part
 from scheduler_service.frontend.http.call import Call
 from scheduler_service.frontend.http.ollama import fields as ollama
-from scheduler_service.frontend.http.openai import vectors
+from scheduler_service.frontend.http.openai.chat_batch import BatchFields
 from scheduler_service.frontend.http.openai.chat_fields import ChatFields
 from scheduler_service.frontend.http.openai.completion_fields import CompletionFields
 from scheduler_service.frontend.http.responses.fields import ResponseFields
 from scheduler_service.frontend.http.served import answer_schemas as schemas
 from scheduler_service.frontend.http.served.answer_schemas import Schema
 from scheduler_service.frontend.http.served.tokens import DetokenizeFields, TokenizeFields
+from scheduler_service.frontend.http.vectors import fields as vectors
 
 JSON, EVENTS, LINES, PLAIN = "application/json", "text/event-stream", "application/x-ndjson", "text/plain"
 
@@ -41,12 +42,16 @@ _FILE: Schema = {"type": "object", "properties": {"file": schemas.TEXT}, "requir
 _SOUND = Operation("transcribe", schemas.TRANSCRIPT, form=_FILE)
 OPERATIONS: dict[str, Operation] = {
     "POST /v1/chat/completions": Operation("chat", schemas.CHAT, ChatFields, EVENTS),
+    "POST /v1/chat/completions/batch": Operation("chat_batch", schemas.CHAT, BatchFields),
     "POST /v1/completions": Operation("complete", schemas.COMPLETION, CompletionFields, EVENTS),
     "POST /v1/responses": Operation("respond", schemas.RESPONSE, ResponseFields, EVENTS),
     "GET /v1/responses/{response_id}": Operation("show_response", schemas.RESPONSE),
     "DELETE /v1/responses/{response_id}": Operation("delete_response", schemas.RESPONSE_DELETED),
     "GET /v1/responses/{response_id}/input_items": Operation("list_input_items", schemas.RESPONSE_ITEMS),
     "POST /v1/embeddings": Operation("embed", schemas.EMBEDDINGS, vectors.EmbeddingsFields),
+    "POST /v2/embed": Operation("cohere_embed", schemas.COHERE_EMBEDDINGS, vectors.CohereFields),
+    "POST /pooling": Operation("pool", schemas.POOLED, vectors.PoolingFields),
+    "POST /invocations": Operation("invoke", schemas.ANY),
     **{f"POST {path}": Operation(name, schemas.RANKS, vectors.RerankFields)
        for path, name in (("/v1/rerank", "rerank"), ("/v2/rerank", "rerank_v2"), ("/rerank", "rerank_root"))},
     **{f"POST {path}": Operation(name, schemas.SCORES, vectors.ScoreFields)
