@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,20 +31,20 @@ ONLY_COUNTED = re.compile(r"multimodal|vision|_vlm|test_image|speech_to_text|sca
 
 
 class RunningServer(utils.RemoteOpenAIServer):  # type: ignore[misc]
-    """The running server. Flags of vLLM have no effect."""
+    """The running server, or with the flag --api-key the one that has a key. vLLM's other flags have no effect."""
 
     DUMMY_API_KEY, uds, show_hidden_metrics = "none", None, False
-    host, port = urlsplit(URL).hostname, urlsplit(URL).port
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+    def __init__(self, _: str = "", flags: Sequence[str] = (), **__: Any) -> None:
+        self._url = os.environ.get("PAGEWIRE_LOCKED_URL", URL) if "--api-key" in flags else URL
+        self.host, self.port = urlsplit(self._url).hostname, urlsplit(self._url).port
 
     def __exit__(self, *_: Any) -> None:
         pass
 
     @property
     def url_root(self) -> str:
-        return URL
+        return self._url
 
 
 class Nowhere:
@@ -58,16 +59,16 @@ utils.RemoteOpenAIServer = utils.RemoteLaunchRenderServer = utils.RemoteOpenAISe
 
 
 def sends(item: Any) -> bool:
-    """Whether a test or a fixture of it names the server's class."""
+    """Whether a test or one of its fixtures names the server's class, or a fixture of such a file is a client."""
     fixtures = (one.func for found in item._fixtureinfo.name2fixturedefs.values() for one in found)
-    return any(
-        "RemoteOpenAIServer" in _source(one) or "RenderServer" in _source(one) for one in (item.function, *fixtures)
-    )
+    is_client = any(name.endswith(("client", "server")) for name in item.fixturenames)
+    return any(map(_names_server, (item.function, *fixtures))) or (is_client and _names_server(item.module))
 
 
 @cache
-def _source(function: Any) -> str:
-    return inspect.getsource(function) if inspect.isfunction(function) else ""
+def _names_server(code: Any) -> bool:
+    has_source = inspect.isfunction(code) or inspect.ismodule(code)
+    return has_source and re.search("Remote(OpenAI|LaunchRender)Server", inspect.getsource(code)) is not None
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:

@@ -15,11 +15,55 @@ class Result(NamedTuple):
 
 
 REASONS: list[tuple[str, str, str]] = [
-    ("pictures, videos, or sounds as input", r"multimodal|vision|_vlm|speech_to_text|test_image", r"image_url|'image"),
     (
-        "routes between vLLM's own processes (render, derender, generate of tokens, weights, remote calls)",
-        r"scale_out|entrypoints/rl/|dev/rpc|render|launchers|profile|stateful_sessions|test_structured_decisions",
+        "pictures, videos or sounds",
+        r"multimodal|vision|_vlm|test_image|speech_to_text|image_extra",
+        r"image_url|vllm-public-assets",
+    ),
+    (
+        "routes between vLLM's processes, and those of its experiments",
+        r"scale_out|/rl/|/dev/|launchers|/generate/|decisions|sagemaker|profile|namespace_tool|test_mcp",
         r"",
+    ),
+    (
+        "packages or files that the run has not",
+        r"llm/|correctness",
+        r"ModuleNotFound|ImportError|ConnectionError|LocalEntry|hf_hub|could not import|torchvision|\[Errno 2\]",
+    ),
+    ("models of other families: their tokens, vectors or marks", r"late_interaction|late_chunk|chunking|long_text", ""),
+    ("models of other families: their tokens, vectors or marks", r"", r"At index 0 diff|16 == 17|160 ==|384 == 768"),
+    ("models of other families: their tokens, vectors or marks", r"mistral", r"Skipping config|GPU|GSM"),
+    ("vLLM skips the test, or expects it to fail", r"", r"^Skipped|flaky|XFailed"),
+    ("Cohere's chats", r"cohere/", r""),
+    ("classes of texts and rewards of tokens (/classify, tasks of /pooling)", r"classif|/reward/|pooling_not", r""),
+    ("adapters from paths: operators load adapters over gRPC", r"serve/lora|models/test_models", r""),
+    (
+        "responses are stored with store: true alone, and not in the background",
+        r"",
+        r"no stored response|^.{0,60}background",
+    ),
+    ("responses are stored with store: true alone, and not in the background", r"background|test_cancel", r""),
+    (
+        "fields of vLLM that are refused by name",
+        r"prompt_embeds|extra_fields_allowed|custom_role|chat_echo",
+        r"not supported here|no field|runs no tools of its own|max_tokens_per_doc",
+    ),
+    (
+        "vLLM's words or names for an error",
+        r"max_model_len|bigger_truncation|validation",
+        r"BadRequestError'|literal_error|than_equal|Regex pattern|reduce the length",
+    ),
+    (
+        "flags of vLLM's server",
+        r"id_header|root_path|unit_tests|tensorizer|force_include|orca|per_request|as_token_ids|uds|show_version|matryoshka|use_activation",
+        r"10000; together",
+    ),
+    ("a usage without details, or a message without a first token", r"", r"CompletionUsa|Usage\(cache|1045|len\(\{'"),
+    ("counters of vLLM, from 0", r"test_metrics", r""),
+    (
+        "the words of another model: with thinking, with calls, or longer",
+        r"reasoning|tool|function_call|thinking|test_chat|test_basic|structured_output|harmony|return_token_ids|rerank",
+        r"'stop' == 'length'",
     ),
 ]
 """What a reason is, and regular expressions of the tests and of the errors that have it. The first that fits counts."""
@@ -38,18 +82,19 @@ def report(results: Iterable[Result], version: str, models: Mapping[str, str]) -
     results = list(results)
     kinds = Counter(result.kind for result in results)
     reasons = Counter(reason_of(result) for result in results if result.kind != "passed")
+    numbers = {reason: number for number, (reason, _) in enumerate(reasons.most_common(), 1)}
     files: dict[str, Counter[str]] = defaultdict(Counter)
     for result in results:
-        files[result.test.partition("::")[0]]["passed" if result.kind == "passed" else reason_of(result)] += 1
-    names = ", ".join(f"{name}: {model}" for name, model in models.items())
-    lines = [f"vLLM {version}; {names}.", "", "| result | tests |", "|---|---|"]
-    lines += [f"| {kind} | {number} |" for kind, number in kinds.most_common()]
-    lines += ["", "| reason | tests |", "|---|---|"]
-    lines += [f"| {reason} | {number} |" for reason, number in reasons.most_common()]
-    lines += ["", "| file | passed | not passed, by reason |", "|---|---|---|"]
+        files[result.test.partition("::")[0]]["" if result.kind == "passed" else reason_of(result)] += 1
+    names = ", ".join(f"{name} {model}" for name, model in models.items())
+    lines = ["# vLLM's HTTP tests", "", f"`make compat CLIENT=vllm`; vLLM {version}; {names}.", ""]
+    lines += ["| result | tests |", "|---|---|", *(f"| {kind} | {number} |" for kind, number in kinds.most_common())]
+    lines += ["", "| | reason | tests |", "|---|---|---|"]
+    lines += [f"| {numbers[reason]} | {reason} | {number} |" for reason, number in reasons.most_common()]
+    lines += ["", "| file | passed | not passed, each with the number of its reason |", "|---|---|---|"]
     for file, counts in sorted(files.items()):
-        others = "; ".join(f"{number} {reason}" for reason, number in counts.most_common() if reason != "passed")
-        lines.append(f"| `{file}` | {counts['passed']} | {others} |")
+        others = ", ".join(f"{count} ({numbers[reason]})" for reason, count in counts.most_common() if reason)
+        lines.append(f"| `{file}` | {counts['']} | {others} |")
     other = [result for result in results if result.kind != "passed" and reason_of(result) == OTHER]
     lines += ["", *(f"- `{result.test}`: {result.reason[:160]}" for result in other)]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines).rstrip() + "\n"

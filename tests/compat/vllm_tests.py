@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ _HUB_NAME = re.compile(
     r'"(?!application|text/|image/|video|audio|multipart|v\d/|tests/|examples/|vllm|chat/)'
     r'([A-Za-z][\w-]*/[\w.-]+|claude-3-7-sonnet-latest)"'
 )
-_HAS_VECTORS = re.compile(r"pooling/(embed|basic|token_embed|scoring/test_bi_encoder)")
+_HAS_VECTORS = r"pooling/(embed|basic|token_embed|scoring/test_bi_encoder)|serve/middleware"
 
 
 class Group(NamedTuple):
@@ -51,9 +52,14 @@ class Group(NamedTuple):
 
 
 GROUPS = {
-    "model": Group("", "pooling/", ["--forms", "--max-loras", "2", "--max-model-len", "8192"], ["--vllm-metric-names"]),
-    "vectors": Group(_HAS_VECTORS.pattern, "^$", ["--max-model-len", "128"], []),
-    "pairs": Group("pooling/", _HAS_VECTORS.pattern, ["--max-model-len", "100"], []),
+    "model": Group(
+        "",
+        f"pooling/|{_HAS_VECTORS}",
+        ["--forms", "--max-loras", "2", "--max-model-len", "8192"],
+        ["--vllm-metric-names"],
+    ),
+    "vectors": Group(_HAS_VECTORS, "^$", [], []),
+    "pairs": Group("pooling/", _HAS_VECTORS, ["--max-model-len", "100"], []),
 }
 
 
@@ -90,9 +96,13 @@ def _run_group(root: Path, home: Path, python: str, group: Group, model: Path) -
     found = home / "results.jsonl"
     found.unlink(missing_ok=True)
     worker = [*group.worker, *(["--quantization", "gguf"] if (model / "gguf_blocks.safetensors").exists() else [])]
-    with LocalServer(str(model), worker_arguments=worker, scheduler_arguments=scheduler) as server:
+    with ExitStack() as servers:
+        server = servers.enter_context(LocalServer(str(model), worker_arguments=worker, scheduler_arguments=scheduler))
         more = {"PAGEWIRE_URL": server.http_url, "PAGEWIRE_RESULTS": str(found), "HF_HUB_OFFLINE": "1"}
         more |= {"PYTHONPATH": f"{root}:{Path(__file__).parent}", "VLLM_LOGGING_LEVEL": "ERROR"}
+        if any("serve/middleware" in file for file in files):
+            locked = LocalServer(str(model), scheduler_arguments=[*scheduler, "--api-key", "test"])
+            more["PAGEWIRE_LOCKED_URL"] = servers.enter_context(locked).http_url
         models = ["--models", "hermes"] if any("tool_use" in file for file in files) else []
         command = [python, "-m", "pytest", *options, *files, *models]
         subprocess.run(command, cwd=home, env=os.environ | more, stdout=subprocess.DEVNULL)
