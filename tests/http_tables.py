@@ -32,6 +32,7 @@ HTTP = Path(errors.__file__).parent
 _TABLE = re.compile(r"<!-- table (\w+) -->\n(.*?)<!-- end -->\n", re.DOTALL)
 
 NOTES = {
+    "ChatFields.echo": "the answer begins with the last message, if it is the assistant's",
     "ResponseFields.metadata": "repeated in the answer",
     "ResponseFields.store": "the response is [kept](responses.md#stored-responses)",
     "cache_salt": "cached prompts are shared only within a salt",
@@ -67,7 +68,7 @@ NOTES = {
     "reasoning_effort": "levels of the chat template",
     "request_id": "the request's name",
     "return_token_ids": "the answer has the token ids",
-    "return_token_strs": "the answer has each token's text",
+    "return_token_strs": "the answer has each token as the vocabulary spells it, such as `Ġword`",
     "return_tokens_as_token_ids": "log-probabilities name tokens by their ids",
     "safety_identifier": "no effect",
     "service_tier": "no effect",

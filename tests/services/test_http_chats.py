@@ -13,6 +13,10 @@ from tiny_model import SPECIAL_TOKENS
 
 from pagewire_client import Client, LocalServer, SamplingParams
 from pagewire_client.llm import Output, collect
+from scheduler_service.frontend.chat.events import Content
+from scheduler_service.frontend.http.errors import HttpError
+from scheduler_service.frontend.http.openai.chat_choice import ChatChoice
+from scheduler_service.frontend.http.openai.chat_fields import ChatFields
 
 GO_ON = {"ignore_eos": True}
 each_way = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -102,6 +106,18 @@ async def test_every_token_has_its_log_probabilities_and_the_end_has_them_too(
     assert [bytes(entry["bytes"]).decode() for entry in entries] == [entry["token"] for entry in entries]
     found = [one["logprob"] for entry in entries for one in (entry, *entry["top_logprobs"])]
     assert found == pytest.approx([one.logprob for entry in output.logprobs for one in (entry.chosen, *entry.top)])
+
+
+def test_an_echo_is_the_assistants_last_message() -> None:
+    begun = {"role": "assistant", "content": "begun"}
+    for messages, expected in (([*CHAT, begun], "begun"), ([begun, *CHAT], ""), ([], "")):
+        assert ChatFields(messages=messages, echo=True).echoed == expected
+        assert ChatFields(messages=messages).echoed == ""
+    with pytest.raises(HttpError, match="echo needs a last message whose content is a text"):
+        _ = ChatFields(messages=[begun | {"content": None}], echo=True).echoed
+    choice = ChatChoice(0, "base", content=["begun"])
+    choice.add([Content(" and ended")], 2, keeps=True)
+    assert choice.message()["content"] == "begun and ended"
 
 
 async def test_each_conversation_of_a_batch_has_the_answer_that_it_has_alone(tiny_server: LocalServer) -> None:

@@ -345,6 +345,14 @@ async def test_special_tokens_are_not_added_by_a_tokenizer_that_has_none_to_add(
                 assert (await response.json())["tokens"] == list(expected)
 
 
+async def test_tokens_are_spelled_as_in_the_vocabulary(url: str) -> None:
+    async with aiohttp.ClientSession(url) as session:
+        for asked, expected in ((True, ["a", "Ġ", "b"]), (False, None)):
+            async with session.post("/tokenize", json={"prompt": "a b", "return_token_strs": asked}) as response:
+                strs = (await response.json())["token_strs"]
+                assert (strs and strs[-3:]) == expected
+
+
 async def test_a_prompt_is_cut_and_its_special_tokens_are_read_where_asked(
     client: openai.AsyncOpenAI, ours: Client
 ) -> None:

@@ -5,7 +5,8 @@ from collections.abc import Set
 from typing import Annotated, Any, TypeVar
 
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import from_json
 
 from scheduler_service.frontend.http.errors import HttpError, invalid
 from scheduler_service.frontend.http.limits import Held
@@ -81,11 +82,17 @@ def parse(body: bytes, kind: type[AnyFields]) -> AnyFields:
 
 
 def parse_names(body: bytes) -> Set[str]:
-    """The names in a body. Raises HttpError if the body is no JSON object."""
+    """The names in a body that have a value. Raises HttpError.
+
+    A body of 1 MiB takes 1 ms, or 28 ms if it consists of empty objects.
+    """
     try:
-        return TypeAdapter(dict[str, Any]).validate_json(body).keys()
-    except ValidationError as error:
-        raise _refusal(error) from None
+        found = from_json(body)
+    except ValueError as error:
+        raise invalid(f"the body is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise invalid("the body: Input should be an object")
+    return {name for name, value in found.items() if value is not None}
 
 
 def parse_part(given: Any, kind: type[AnyFields], place: str) -> AnyFields:

@@ -183,6 +183,10 @@ class Tokenizer:
 
         return await self._on_thread(decode, aside=True)
 
+    async def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token as the vocabulary spells it, such as `Ġword` for a word behind a space; "" for an unknown id."""
+        return await self._on_thread(lambda: [self._parsing.id_to_token(one) or "" for one in token_ids], aside=True)
+
     def detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> "Detokenizer":
         shown = self._not_special if skip_special_tokens else self._known
         end = prompt_token_ids[-MAX_SEARCHED_TOKENS:]

@@ -68,10 +68,12 @@ class Chat:
 
     async def _request(self) -> ChatRequest:
         fields, model = self._fields, self._model
+        echoed = fields.echoed
+        self._call.held.take(len(echoed) * (fields.n or 1))
         adapter = self._call.adapter(fields.model, model)
         request = await chat_request(fields, model, adapter, self._id, self._call.service)
         self._choices = [
-            ChatChoice(self._first + index, self._base, request.syntax.call_id, fields.include_reasoning)
+            ChatChoice(self._first + index, self._base, request.syntax.call_id, fields.include_reasoning, [echoed])
             for index in range(fields.n or 1)
         ]
         return request
@@ -131,7 +133,8 @@ class Chat:
             over = ended(choice, message) if message.finish_reason else None
             await self._events.begin()
             if choice.num_tokens == len(message.token_ids):  # the first delta of the choice
-                events = {"role": "assistant", "content": ""} | events
+                start = "".join(choice.content) + events.get("content", "")  # `content` has what is echoed alone
+                events = {"role": "assistant"} | events | {"content": start}
             entries = await self._shown(message)
             if not (events or entries or over or self._fields.return_token_ids):
                 continue

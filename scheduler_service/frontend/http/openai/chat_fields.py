@@ -58,12 +58,23 @@ class ChatFields(SamplingFields):
     documents: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=1024)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
+    echo: bool = False
     modalities: list[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: Annotated[str, Field(max_length=1024)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
 
     model_config = ConfigDict(protected_namespaces=())
+
+    @property
+    def echoed(self) -> str:
+        """The start of each answer: with `echo` the last message, if it is the assistant's. Raises HttpError."""
+        last = self.messages[-1] if self.echo and self.messages else {}
+        if last.get("role") != "assistant":
+            return ""
+        if not isinstance(text := last.get("content"), str):
+            raise invalid("echo needs a last message whose content is a text", "echo")
+        return text
 
 
 def chat_params(fields: ChatFields, model: ServedModel) -> pb.SamplingParams:

@@ -19,7 +19,7 @@ from scheduler_service.frontend.model import ServedModel
 
 
 class TokenizeFields(Fields):
-    """Either `prompt` or `messages`. `return_token_strs`: the answer has each token's text."""
+    """Either `prompt` or `messages`. `return_token_strs`: the answer has each token as the vocabulary spells it."""
 
     prompt: str | None = None
     messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
@@ -68,8 +68,7 @@ async def tokenize(call: Call) -> web.StreamResponse:
     answer: dict[str, Any] = {"count": len(token_ids), "max_model_len": model.context_length, "tokens": token_ids}
     answer["token_strs"] = None
     if fields.return_token_strs:
-        await call.texts.learn(model, token_ids)
-        answer["token_strs"] = [call.texts[token_id] for token_id in token_ids]
+        answer["token_strs"] = await require_tokenizer("return_token_strs", model).pieces(token_ids)
     return web.json_response(answer)
 
 
