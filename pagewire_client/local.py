@@ -1,5 +1,6 @@
 """Starts both services as child processes on free ports, for offline batches, demos and tests."""
 
+import contextlib
 import json
 import os
 import queue
@@ -8,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import IO, Self
 
@@ -37,11 +38,29 @@ def start_process(module: str, arguments: Sequence[str]) -> "subprocess.Popen[st
     )
 
 
-class ServiceProcess:
-    """One service, whose address is read from its JSON log. Its other output is printed."""
+def stage_of(event: Mapping[str, object]) -> str:
+    """The stage of a service's start, such as `loading weights, 40%`; empty if the event is no stage."""
+    stage, done, total = event.get("stage", ""), event.get("done"), event.get("total")
+    far = f", {done / total:.0%}" if isinstance(done, int) and isinstance(total, int) and total else ""
+    return f"{stage}{far}"
 
-    def __init__(self, module: str, arguments: Sequence[str]) -> None:
+
+Describe = Callable[[Mapping[str, object]], str]
+
+
+def no_line(_: Mapping[str, object]) -> str:
+    return ""
+
+
+class ServiceProcess:
+    """One service, whose address is read from its JSON log. Its other output is printed.
+
+    `describe` returns the line that is printed for an event of the log; empty for none.
+    """
+
+    def __init__(self, module: str, arguments: Sequence[str], describe: Describe = no_line) -> None:
         self.module = module
+        self._describe = describe
         self.last_words = ""
         self._events: queue.Queue[dict[str, object] | None] = queue.Queue()
         self.process = start_process(module, ["--log-format", "json", *arguments])
@@ -68,6 +87,8 @@ class ServiceProcess:
                 continue
             if event.get("level") in ("warning", "error"):
                 print(f"{self.module}: {line.rstrip()}", file=sys.stderr, flush=True)  # noqa: T201
+            elif line := self._describe(event):
+                print(line, file=sys.stderr, flush=True)  # noqa: T201
             self._events.put(event)
             if self._events.qsize() > MAX_EVENTS:  # no code reads events after the start
                 self._events.get_nowait()
@@ -75,7 +96,7 @@ class ServiceProcess:
     def wait_for(self, name: str, timeout: float) -> dict[str, object]:
         """Wait for a log event. Raises ServerError if the process ends, or after `timeout` seconds."""
         deadline = time.monotonic() + timeout
-        reason = said = ""
+        reason = doing = said = ""
         while True:
             left = deadline - time.monotonic()
             try:
@@ -84,9 +105,9 @@ class ServiceProcess:
                 if left <= 0:
                     why = f": {reason}" if reason else ""
                     raise ServerError(f"{self.module} was not ready within {timeout:g} s{why}") from None
-                if reason != said:
-                    said = reason
-                    print(f"waiting for {self.module}: {reason}", file=sys.stderr, flush=True)  # noqa: T201
+                if (waits := reason or doing) != said:
+                    said = waits
+                    print(f"waiting for {self.module}: {waits}", file=sys.stderr, flush=True)  # noqa: T201
                 continue
             if event is None:
                 raise ServerError(self.last_words or f"{self.module} ended with status {self.process.wait()}")
@@ -94,15 +115,20 @@ class ServiceProcess:
                 return event
             if event.get("event") == "worker unavailable":
                 reason = str(event.get("reason"))
+            doing = stage_of(event)
 
     def stop(self) -> int:
         """Send SIGTERM, then SIGKILL. Returns the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-            try:
-                self.process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(SILENT_SECONDS)
+            if self.process.poll() is None:
+                left = STOP_SECONDS - SILENT_SECONDS
+                print(f"waiting for {self.module} to finish, for at most {left:g} s", file=sys.stderr, flush=True)  # noqa: T201
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(left)
+            self.process.kill()  # nothing happens if it has ended
         status = self.process.wait()
         self._reader.join()
         return status
@@ -118,8 +144,10 @@ class LocalServer:
         scheduler_arguments: Sequence[str] = (),
         worker_arguments: Sequence[str] = (),
         timeout: float = 600.0,
+        describe: Describe = no_line,
     ) -> None:
         self.processes: list[ServiceProcess] = []
+        self._describe = describe
         try:
             worker = self._start("worker_service", ["--model", model, *worker_arguments])
             worker_address = str(worker.wait_for("listening", timeout)["address"])
@@ -138,7 +166,7 @@ class LocalServer:
             raise
 
     def _start(self, module: str, arguments: Sequence[str]) -> ServiceProcess:
-        process = ServiceProcess(module, ["--listen", "127.0.0.1:0", *arguments])
+        process = ServiceProcess(module, ["--listen", "127.0.0.1:0", *arguments], self._describe)
         self.processes.append(process)
         return process
 

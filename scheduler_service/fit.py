@@ -51,6 +51,8 @@ def main(program: str = PROGRAM) -> None:
     except OSError as error:
         sys.exit(f"{program}: {error.filename}: {error.strerror}")
     Console(file=sys.stdout).print(_table(result))
+    for doubt in result.doubts():
+        sys.stderr.write(f"{program}: warning: {doubt}\n")
     report = {
         "steps": result.num_steps,
         "median_relative_error": result.median_relative_error,

@@ -26,6 +26,9 @@ from scheduler_service.simulation.trace import read_trace
 
 OLD_NAMES = {"policy": "scheduling_policy", "max_prefill_chunk": "long_prefill_token_threshold"}
 PROGRAM = "scheduler_service.simulate"
+SECONDS = ("ttft", "tpot", "e2e", "queued")
+UNITS = {"output_tokens_per_second": " (virtual)", "utilisation": ", share of 1", "cached_tokens": " of prompts"}
+"""Ends of the table's names, by figure."""
 
 
 def make_parser(program: str) -> argparse.ArgumentParser:
@@ -174,7 +177,9 @@ def _rows(figures: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str
         if isinstance(figure, dict):
             yield from _rows(figure, f"{prefix}{name} ")
         else:
-            yield f"{prefix}{name}", f"{figure:,.3f}" if isinstance(figure, float) else f"{figure:,}"
+            label = f"{prefix}{name}".replace("_", " ")
+            unit = ", s" if prefix.startswith(SECONDS) else UNITS.get(name, "")
+            yield f"{label}{unit}", f"{figure:,.3f}" if isinstance(figure, float) else f"{figure:,}"
 
 
 if __name__ == "__main__":

@@ -17,14 +17,18 @@ from pagewire_client.client import Client
 from pagewire_client.files import read_stdin
 from pagewire_client.prompts import EncoderPrompt, Prompt
 
+MIN_RATE_SECONDS = 0.1
+"""A shorter stream is a burst, whose rate says nothing: four tokens within a millisecond are 3,000 tokens/s."""
+
 
 async def stream(client: Client, prompt: Prompt, sampling: pb.SamplingParams, **options: Any) -> str:
     """Returns the answer's text."""
     began = time.perf_counter()
-    first = None
+    first, num_first = None, 0
     text, num_tokens, metrics = "", 0, pb.RequestMetrics()
     async for response in client.generate(prompt, sampling, **options):
-        first = first or time.perf_counter()
+        if first is None:
+            first, num_first = time.perf_counter(), len(response.token_ids)
         num_tokens += len(response.token_ids)
         text += response.text
         sys.stdout.write(response.text)
@@ -34,10 +38,15 @@ async def stream(client: Client, prompt: Prompt, sampling: pb.SamplingParams, **
     sys.stdout.write("\n")
     sys.stdout.flush()
     first = first or ended
-    rate = f"{(num_tokens - 1) / (ended - first):.1f} tokens/s" if num_tokens > 1 and ended > first else "one token"
+    rate = token_rate(num_tokens - num_first, ended - first)
     waits = f"{metrics.queued_seconds:.2f} s of it queued; longest pause {metrics.longest_pause_seconds:.2f} s"
-    sys.stderr.write(f"[{num_tokens} tokens, first after {first - began:.2f} s, {waits}; {rate}]\n")
+    sys.stderr.write(f"[{num_tokens} tokens, first after {first - began:.2f} s, {waits}{rate}]\n")
     return text
+
+
+def token_rate(num_tokens: int, seconds: float) -> str:
+    """The rate of the tokens that came after the first message, as the end of a line; empty for a burst."""
+    return f"; {num_tokens / seconds:.1f} tokens/s" if seconds >= MIN_RATE_SECONDS else ""
 
 
 async def generate(arguments: argparse.Namespace, target: str) -> None:

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import socket
 import sys
+from collections.abc import Mapping
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client.cli.running import DEFAULT_TARGET
@@ -42,7 +43,7 @@ def serve(arguments: argparse.Namespace) -> None:
         *("--listen", arguments.grpc_listen or _free(DEFAULT_TARGET)),
         *("--admin-listen", arguments.admin_listen or _free(DEFAULT_ADMIN_LISTEN)),
     ]
-    with LocalServer(arguments.model or "default", scheduler_arguments=addresses) as server:
+    with LocalServer(arguments.model or "default", scheduler_arguments=addresses, describe=request_line) as server:
         model = asyncio.run(_served_model(server.target, arguments.api_key))
         scheme, _, address = server.http_url.partition("://")
         host, _, port = address.rpartition(":")
@@ -53,6 +54,18 @@ def serve(arguments: argparse.Namespace) -> None:
         chat = f"pagewire chat{target}\n" if model.has_chat_template else ""
         sys.stderr.write(TRY_IT.format(url=url, target=server.target, try_it=try_it, chat=chat))
         server.wait()
+
+
+def request_line(event: Mapping[str, object]) -> str:
+    """A line about a request that has ended, with its reason if it failed; empty for other events of the log."""
+    if event.get("event") != "request closed" and "route" not in event:
+        return ""
+    route, status = event.get("route", "gRPC"), event.get("http_status", event.get("status"))
+    outputs = event.get("output_tokens")
+    tokens = f", {sum(outputs)} tokens" if isinstance(outputs, list) and outputs else ""
+    reason = f": {event['reason']}" if event.get("reason") else ""
+    seconds = event.get("total_seconds")
+    return f"{route} {status}{tokens}, {seconds:.2f} s{reason}" if isinstance(seconds, float) else ""
 
 
 def _free(address: str) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 
 from scheduler_service.core.blocks.manager import BlockManager
-from scheduler_service.core.config import PhaseRule, PreemptionMode, SchedulerConfig
+from scheduler_service.core.config import PhaseRule, SchedulerConfig
 from scheduler_service.core.groups.sequence import Sequence, SequenceGroup
 from scheduler_service.core.groups.sequence_status import SequenceStatus
 from scheduler_service.core.outputs import ModelOutput, SchedulerOutput, SequenceOutput
@@ -234,7 +234,6 @@ class Scheduler:
         """
         ended = self._evidence.lost(now, blames=blames)
         groups = self._groups.give_all_back()
-        self.num_preemptions[PreemptionMode.RECOMPUTE] += len(groups)
         for group in groups:
             group.history.num_recomputes += 1
         assert self.blocks.device.num_free == self.blocks.device.num_blocks

@@ -18,6 +18,8 @@ COLUMNS = ("step", *StepWork._fields)
 OPTIONAL_COLUMNS = frozenset(("swapped_blocks",))  # 0 in all steps of a worker that never swaps
 DECODING_COLUMNS = frozenset(("decode_tokens", "context_tokens"))  # 0 in all steps of an encoder
 MIN_STEPS = 50  # ten for each coefficient
+MANY_STEPS = 1000
+MIN_R2 = 0.8
 SAME = 1e-9  # independent part of a column of length 1 that counts as 0
 SMALLEST_PREFILL_US = 1e-6  # a cost model divides by this time
 
@@ -32,6 +34,23 @@ class Fit:
     num_steps: int
     median_relative_error: float
     r2: float
+
+    def doubts(self) -> Iterator[str]:
+        """Sentences about what the steps hardly determine."""
+        for name, part in _PARTS.items():
+            is_of_an_encoder = not self.fields["num_device_blocks"] and name == "decode_token_us"
+            if self.fields[name] <= SMALLEST_PREFILL_US and not is_of_an_encoder:
+                yield f"{part} seems to cost nothing, so its cost cannot be told from the others; record more loads"
+        if self.r2 < MIN_R2:
+            yield (
+                f"the model explains only {max(self.r2, 0):.0%} of the differences between the steps' times; record "
+                "prompts and batches of different sizes, on a machine without other load"
+            )
+        if self.num_steps < MANY_STEPS:
+            yield f"{self.num_steps} steps are few; {MANY_STEPS} give a model that later steps agree with"
+
+
+_PARTS = {"step_us": "a step", "prefill_token_us": "a prefill token", "decode_token_us": "a decode token"}
 
 
 class Measurements:

@@ -45,7 +45,7 @@ async def test_what_an_encoder_has_read_on_a_lost_worker_is_read_again_on_anothe
                 await asyncio.to_thread((first if first.address in busy else second).kill)
                 assert await streams == expected
                 state = await fleet.check_empty()
-                assert sum(worker.num_preemptions for worker in state.workers) > 0  # it was lost with streams
+                assert sum(worker.num_losses for worker in state.workers) > 0  # it was lost with streams
         finally:
             member.kill()
             workers.close()
@@ -101,7 +101,7 @@ async def test_what_is_said_in_a_sound_is_the_same_when_all_workers_are_killed_i
             await asyncio.to_thread(workers.up, 2)
             assert await saying == expected
             state = await Fleet(member, client, [], {}).check_empty()
-            assert sum(worker.num_preemptions for worker in state.workers) > 0  # they were lost with streams
+            assert sum(worker.num_losses for worker in state.workers) > 0  # they were lost with streams
     finally:
         member.kill()
         workers.close()

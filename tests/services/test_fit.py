@@ -25,7 +25,7 @@ from scheduler_service.recording.replayer import Replayer
 from scheduler_service.recording.step_work import StepWork
 from scheduler_service.simulation.cost_model import CostModel
 from scheduler_service.simulation.drafts import Drafting
-from scheduler_service.simulation.fit import MIN_STEPS, Fit, Measurements, fit
+from scheduler_service.simulation.fit import MANY_STEPS, MIN_STEPS, Fit, Measurements, fit
 from scheduler_service.wire.codec import decode_model_output
 
 COSTS = CostModel(
@@ -153,6 +153,16 @@ def test_what_costs_nothing_is_fitted_as_nothing_and_never_as_less(tmp_path: Pat
     result = fit_to(tmp_path / "recording")
     assert all(value >= 0 for value in result.fields.values())
     assert result.fields["context_token_us"] < 1
+    assert any("a step seems to cost nothing" in doubt for doubt in result.doubts())
+
+
+def test_a_fit_doubts_what_few_or_noisy_steps_say() -> None:
+    random = Random(3)
+    work = [StepWork(random.randrange(40), random.randrange(1, 9), random.randrange(400), 0) for _ in range(60)]
+    found = fit([(item, random.random()) for item in work], CONFIG)
+    *_, explains, few = found.doubts()
+    assert explains.startswith("the model explains only 2% of the differences")
+    assert few.startswith("60 steps are few")
 
 
 def test_a_worker_that_never_swapped_keeps_its_own_measurement_of_that(tmp_path: Path) -> None:
@@ -208,7 +218,8 @@ def test_a_plan_is_made_of_a_recording_by_two_commands(tmp_path: Path) -> None:
     result = command("scheduler_service.fit", recording, model)
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout.splitlines()[-1])
-    assert report["steps"] > 100
+    assert 100 < report["steps"] < MANY_STEPS
+    assert f"warning: {report['steps']} steps are few" in result.stderr
     assert 0 < report["median_relative_error"] < 0.05
     assert 0.9 < report["r2"] < 1
     assert report["cost_model"] == json.loads(model.read_text())

@@ -36,7 +36,7 @@ def test_serve_says_what_to_try_and_ends_behind_an_answer_that_is_under_way(
                     lines += answer.readlines()
             assert lines[-2:] == [b"data: [DONE]\n", b"\n"]
             assert json.loads(lines[-4].removeprefix(b"data: "))["choices"][0]["finish_reason"] == "length"
-            words.read()
+            assert "POST /v1/chat/completions 200, 300 tokens, " in words.read()
         assert process.wait(60) == status
     finally:
         process.kill()

@@ -192,7 +192,7 @@ def test_the_command_prints_a_table_and_ends_with_json(tmp_path: Path) -> None:
     assert report["fcfs"]["ttft"]["p50"] > 0.005
     assert set(report["fair"]["ttft_by_tenant"]) == {"a", "b"}
     assert list(report["fair"]["ttft_by_priority"]) == ["-5", "0"]
-    assert "ttft_by_tenant b p99" in result.stdout
+    assert "ttft by tenant b p99, s" in result.stdout
     trace.write_text("nonsense")
     failed = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert failed.returncode == 1

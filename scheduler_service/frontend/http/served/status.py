@@ -5,6 +5,7 @@ from importlib.metadata import version
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from scheduler_service.access.audit import leave_own_line
 from scheduler_service.frontend.http.call import Call
 from scheduler_service.frontend.http.errors import HttpError
 
@@ -22,6 +23,7 @@ async def show_metrics(call: Call) -> web.StreamResponse:
     """The engine's metrics, as at --metrics-listen."""
     key = call.request.headers.get("X-Api-Key", "")
     text = await call.service.link.metrics(call.request.headers.get("Authorization", f"Bearer {key}"))
+    leave_own_line()  # a scrape every few seconds would hide the lines of requests
     return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
