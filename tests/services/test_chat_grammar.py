@@ -272,6 +272,9 @@ def test_calls_and_forms_begin_after_thinking() -> None:
             assert matcher.is_accepting()
         required = tool_grammar(syntax, STRICT, "required", True, is_open)
         assert follow(matcher_of(required), f"{start}a</think>\nb") == f"{start}a</think>\n"
+    at_once = tool_grammar(syntax, STRICT, "required", True, False, thinking_closed=True)
+    assert follow(matcher_of(at_once), "<think>") == "<t"
+    assert follow(matcher_of(at_once), '<tool_call>{"name": "moves"') == '<tool_call>{"name": "moves"'
     unopened = tool_grammar(syntax, STRICT, "auto", True, False)
     for text in ("<thin b", "<think>a<tool_call></think>b", "b<think>"):
         matcher = matcher_of(unopened)

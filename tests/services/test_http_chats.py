@@ -3,11 +3,14 @@
 import json
 from collections.abc import AsyncIterator
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import openai
 import pytest
+from embedding_helpers import serving
+from http_edge import http_edge
 from http_requests import CHAT, MODEL, PARAMETERS, WORDS
 from tiny_model import SPECIAL_TOKENS
 
@@ -121,7 +124,7 @@ def test_an_echo_is_the_assistants_last_message() -> None:
 
 
 async def test_each_conversation_of_a_batch_has_the_answer_that_it_has_alone(tiny_server: LocalServer) -> None:
-    asked: dict[str, Any] = {"max_tokens": 5, "temperature": 0, "logprobs": True}
+    asked: dict[str, Any] = {"max_tokens": 5, "temperature": 0, "logprobs": True, "return_token_ids": True}
     async with aiohttp.ClientSession(tiny_server.http_url) as session:
 
         async def post(path: str, **more: Any) -> tuple[int, Any]:
@@ -132,10 +135,41 @@ async def test_each_conversation_of_a_batch_has_the_answer_that_it_has_alone(tin
         alone = [(await post("/v1/chat/completions", messages=one))[1] for one in conversations]
         status, found = await post("/v1/chat/completions/batch", messages=conversations)
         assert status == 200
-        assert found["choices"] == [one["choices"][0] | {"index": index} for index, one in enumerate(alone)]
+        prompts = [{name: one[name] for name in ("prompt_token_ids", "prompt_logprobs")} for one in alone]
+        assert found["choices"] == [
+            one["choices"][0] | {"index": index} | prompts[index] for index, one in enumerate(alone)
+        ]
         assert found["usage"]["total_tokens"] == sum(one["usage"]["total_tokens"] for one in alone)
-        for wrong in ({"stream": True}, {"n": 2}, {"messages": []}, {"messages": [CHAT, []]}, {"messages": CHAT}):
-            assert (await post("/v1/chat/completions/batch", **{"messages": conversations} | wrong))[0] == 400, wrong
+        wrongs: list[tuple[dict[str, Any], str]] = [
+            ({"stream": True}, "stream is true"),
+            ({"n": 2}, "n is 2"),
+            ({"messages": []}, "at least 1 item"),
+            ({"messages": [CHAT, []]}, "conversation 1: messages is empty"),
+            ({"messages": [CHAT, [{"role": "user", "content": "you " * 900}]]}, "conversation 1: "),
+            (
+                {"messages": [CHAT] * 256, "chat_template_kwargs": {"x": "y" * 20_000}},
+                "the fields beside messages have 5",
+            ),
+            ({"messages": CHAT}, "valid array"),
+        ]
+        for wrong, words in wrongs:
+            status, refused = await post("/v1/chat/completions/batch", **{"messages": conversations} | wrong)
+            assert (status, words in refused["error"]["message"]) == (400, True), refused
+
+
+async def test_the_log_probabilities_of_a_prompt_in_several_steps_are_one_list(tiny_model_directory: Path) -> None:
+    asked: dict[str, Any] = {"messages": CHAT, "max_tokens": 1, "prompt_logprobs": 0, "return_token_ids": True}
+    async with (
+        serving(tiny_model_directory, max_num_batched_tokens=16) as (one, _),
+        http_edge(one.link) as url,
+        aiohttp.ClientSession(url) as session,
+        session.post("/v1/chat/completions", json=asked) as answer,
+    ):
+        found = await answer.json()
+    assert found["prompt_logprobs"][0] is None
+    named = [int(*entry) for entry in found["prompt_logprobs"][1:]]
+    assert len(named) > 16
+    assert named == found["prompt_token_ids"][1:]
 
 
 async def test_a_stream_has_its_usage_at_the_end(client: openai.AsyncOpenAI) -> None:

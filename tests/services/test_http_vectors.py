@@ -24,7 +24,9 @@ from tiny_encoder import write_encoder
 from pagewire_client import Client
 from scheduler_service.frontend.http import server as http_server
 from scheduler_service.frontend.http.limits import Room, client_of
+from scheduler_service.frontend.http.vectors.embeddings import _shown
 from scheduler_service.frontend.http.vectors.encodings import in_base64, in_type
+from scheduler_service.frontend.http.vectors.fields import EmbeddingsFields
 
 MODEL = "encoder"
 
@@ -195,6 +197,16 @@ async def test_cohere_gets_several_forms_at_once(server: tuple[InProcess, str]) 
         assert (await post(url, "/v2/embed", asked | wrong))[0] == 400
 
 
+def test_the_vectors_of_many_tokens_are_shown_in_small_pieces() -> None:
+    numbers = np.arange(300 * 512, dtype="<f4")
+    for encoding_format in ("float", "base64"):
+        fields = EmbeddingsFields(input="x", encoding_format=encoding_format)
+        pieces = list(_shown(bytearray(numbers), 4 * 512, fields, of_tokens=True))
+        assert max(map(len, pieces)) <= 1 << 16
+        if encoding_format == "float":
+            assert json.loads(b"".join(pieces)) == numbers.reshape(300, 512).tolist()
+
+
 async def test_pairs_have_the_scores_of_each_query_alone(server: tuple[InProcess, str]) -> None:
     _, url = server
     queries, documents = ["a town", "one"], ["a town", "an answer"]
@@ -280,6 +292,10 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("rerank", {"query": "x", "documents": []}, 400, "documents"),
     ("rerank", {"query": "x", "documents": [{"title": "x"}]}, 400, "documents does not have the form"),
     ("score", {"text_1": ["x", "y"], "text_2": "z"}, 400, "there are 2 queries and 1 documents"),
+    ("score", {"queries": [], "documents": []}, 400, "at least one query and one document"),
+    ("score", {"queries": ["x"] * 2, "documents": ["x", "y" * 500]}, 400, "pair 1: documents[0]"),
+    ("embeddings", {"input": "x", "embed_dtype": "float16"}, 400, "embed_dtype is float16, and encoding_format float"),
+    ("embeddings", {"input": "x", "endianness": "big"}, 400, "endianness is big, and encoding_format float"),
     ("score", {"queries": ["x"] * 257, "documents": ["x"] * 257}, 400, "there are 257 pairs"),
     ("embeddings", {"input": "x", "normalize": True, "use_activation": False}, 400, "normalize and use_activation"),
     ("edits", {}, 404, "POST /v1/edits is not served here"),

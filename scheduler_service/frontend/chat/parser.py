@@ -150,3 +150,8 @@ def opens_reasoning(syntax: ChatSyntax, prompt_end: str) -> bool:
     if syntax.has_channels:
         return prompt_end.endswith(f"{channels.CHANNEL}analysis{channels.MESSAGE}")
     return syntax.reasoning is not None and prompt_end.rstrip().endswith(syntax.reasoning.open.strip())
+
+
+def closes_reasoning(syntax: ChatSyntax, prompt_end: str) -> bool:
+    """Whether the prompt ends with the mark that closes reasoning, as chat templates write it when thinking is off."""
+    return syntax.reasoning is not None and prompt_end.rstrip().endswith(syntax.reasoning.close.strip())

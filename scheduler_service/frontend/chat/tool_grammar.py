@@ -49,11 +49,13 @@ def tool_grammar(
     tokens: ModelTokens | None = None,
     thinking_budget: int | None = None,
     closes_objects: bool = True,
+    thinking_closed: bool = False,
 ) -> str:
     """The grammar of a message, in Lark's syntax. Raises GrammarError or SchemaError.
 
     A named choice is "required" with the named tool alone. `parallel`: whether the message may have several calls.
-    `thinking_open`: whether the prompt has opened reasoning. `has_form`: the answer, which begins after reasoning,
+    `thinking_open`: whether the prompt has opened reasoning. `thinking_closed`: whether it has closed reasoning; a
+    required call, or an answer with a form, then begins at once. `has_form`: the answer, which begins after reasoning,
     obeys another grammar, which must be added under the name `ANSWER`. `thinking_budget`: the number of tokens of
     reasoning after which the closing mark is forced.
     `closes_objects`: whether arguments have only keys that a schema names, even if the tool is not strict.
@@ -72,6 +74,7 @@ def tool_grammar(
         tokens,
         thinking_budget,
         Lark(tokens.special, closes_objects=closes_objects),
+        thinking_closed,
     )
     start = writer.channels(thinking_open) if syntax.has_channels else writer.message(thinking_open)
     return writer.lark.text(start)
@@ -87,13 +90,14 @@ class _Writer:
     tokens: ModelTokens
     budget: int | None
     lark: Lark
+    thinking_closed: bool
 
     def message(self, thinking_open: bool) -> str:
         reasoning, lark = self.syntax.reasoning, self.lark
-        if reasoning is None:
+        is_free = not self.is_required and not self.has_form
+        if reasoning is None or (self.thinking_closed and not is_free):
             return self._body("")
-        thought = self._reasoning(reasoning.close)
-        after, is_free = self._body(""), not self.is_required and not self.has_form
+        thought, after = self._reasoning(reasoning.close), self._body("")
         if not is_free:
             after = f"{lark.space()} {after}"
         if thinking_open:

@@ -28,6 +28,7 @@ class ToolGrammars:
         *,
         parallel: bool = True,
         thinking_open: bool = False,
+        thinking_closed: bool = False,
         form: pb.SamplingParams | None = None,
         thinking_budget: int | None = None,
         closes_objects: bool = True,
@@ -38,6 +39,7 @@ class ToolGrammars:
         """
         arguments = [choice, parallel, thinking_open]
         options = {"thinking_budget": thinking_budget, "closes_objects": closes_objects}
+        options["thinking_closed"] = thinking_closed
         content = None
         if form is not None and (kind := form.WhichOneof("constraint")) is not None:
             content = [kind, list(form_texts(kind, form)), kind == "json_schema" and closes_objects]

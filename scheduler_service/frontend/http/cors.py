@@ -6,7 +6,7 @@ from collections.abc import Set
 from aiohttp import web
 
 METHODS = "GET, HEAD, POST, DELETE"
-EXPOSED = "X-Request-Id, Request-Id, Retry-After"
+EXPOSED = "X-Request-Id, Request-Id, Retry-After, Metadata"
 """Headers of answers that pages may read."""
 MAX_AGE_SECONDS = 600
 _HEADERS = re.compile(r"[A-Za-z0-9, -]{0,1024}")

@@ -72,6 +72,17 @@ def refused_by(error: RequestError) -> HttpError:
     return HttpError(status, code, name + str(error)[named.end() :], name)
 
 
+def of_part(place: str, error: RequestError | HttpError, *names: str) -> HttpError:
+    """The error of one of several parts of a request, with the part's place. An error about a field that the parts
+    share stays as it is. `names`: fields that each part has of its own.
+    """
+    found = error if isinstance(error, HttpError) else refused_by(error)
+    said = found.body["error"]
+    if said["param"] not in (None, *names):
+        return found
+    return HttpError(found.status, said["code"], f"{place}: {said['message']}", said["param"])
+
+
 def grpc_name(status: int) -> str:
     """The name of the gRPC status that is nearest to an HTTP status."""
     return _NAMES.get(status, "UNKNOWN")

@@ -28,18 +28,24 @@ async def begin_lines(request: web.Request) -> web.StreamResponse:
 
 
 async def answer_in_parts(
-    request: web.Request, whole: bytes, name: bytes, parts: AsyncIterable[bytes]
+    request: web.Request, whole: bytes, name: bytes, parts: AsyncIterable[bytes | Iterator[bytes]]
 ) -> web.StreamResponse:
     """Answer with the JSON object `whole`, extended by a list of JSON parts under the key `name`.
 
-    Each part is created immediately before it is sent.
+    Each part, or each piece of a large part, is created immediately before it is sent.
     """
     response = web.StreamResponse(headers={"Content-Type": "application/json; charset=utf-8"})
     await response.prepare(request)
     before = whole.removesuffix(b"}") + b', "%b": [' % name
     async for part in parts:
-        await write(response, before + part)
-        await asyncio.sleep(0)  # lets other tasks run
+        for piece in (part,) if isinstance(part, bytes) else part:
+            before += piece
+            if len(before) >= PIECE_BYTES:
+                await write(response, before)
+                await asyncio.sleep(0)  # lets other tasks run
+                before = b""
+        await write(response, before)
+        await asyncio.sleep(0)
         before = b", "
     await write(response, (b"" if before == b", " else before) + b"]}")
     await end(response)

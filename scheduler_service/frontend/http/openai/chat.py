@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, NamedTuple
 
 from aiohttp import web
 
@@ -38,6 +38,17 @@ async def chat(call: Call) -> web.StreamResponse:
     return await Chat(call, fields, model).answer()
 
 
+class Whole(NamedTuple):
+    """A whole answer. `head`: its members without choices and prompt. `prompt`: the members about the prompt, as JSON.
+
+    `choices`: each as JSON, made immediately before it is sent.
+    """
+
+    head: dict[str, Any]
+    prompt: str
+    choices: AsyncIterator[bytes]
+
+
 class Chat:
     """One call of /v1/chat/completions. `first`: the index of its first choice."""
 
@@ -53,9 +64,10 @@ class Chat:
 
     async def answer(self) -> web.StreamResponse:
         if not self._fields.stream:
-            head, choices = await self.whole()
-            return await answer_in_parts(self._call.request, json.dumps(head).encode(), b"choices", choices)
-        request = await self._request()
+            whole = await self.whole(await self.prepare())
+            head = f"{json.dumps(whole.head)[:-1]}, {whole.prompt}}}".encode()
+            return await answer_in_parts(self._call.request, head, b"choices", whole.choices)
+        request = await self.prepare()
         self._events.prepare(request.asked)
         try:
             async with self._call.service.chat(request, self._call.metadata, self._events.position) as deltas:
@@ -66,7 +78,8 @@ class Chat:
             await self._send(self._events.failure(error).body)
         return await self._events.end(_DONE)
 
-    async def _request(self) -> ChatRequest:
+    async def prepare(self) -> ChatRequest:
+        """The request. Fields that were read are emptied. Raises HttpError and RequestError."""
         fields, model = self._fields, self._model
         echoed = fields.echoed
         self._call.held.take(len(echoed) * (fields.n or 1))
@@ -80,17 +93,17 @@ class Chat:
 
     # ---- whole answers
 
-    async def whole(self) -> tuple[dict[str, Any], AsyncIterator[bytes]]:
-        """The members of the answer without its choices, and the choices as JSON. Raises HttpError and RequestError."""
-        request = await self._request()
+    async def whole(self, request: ChatRequest) -> Whole:
+        """Raises HttpError and RequestError."""
         async with self._call.service.chat(request, self._call.metadata) as deltas:
             return await self._collect(deltas)
 
-    async def _collect(self, deltas: AsyncIterator[ChatDelta]) -> tuple[dict[str, Any], AsyncIterator[bytes]]:
+    async def _collect(self, deltas: AsyncIterator[ChatDelta]) -> Whole:
         logprobs: list[list[str]] = [[] for _ in self._choices]
         token_ids: list[list[int]] = [[] for _ in self._choices]
         ends: list[dict[str, Any]] = [{} for _ in self._choices]
-        prompt: dict[str, Any] = {"prompt_token_ids": None, "prompt_logprobs": None}
+        prompt_ids: Sequence[int] = ()
+        prompt_logprobs: list[pb.TokenLogprobs] = []
         async for delta in deltas:
             message = delta.message
             num_logprobs = sum(1 + len(one.top) for one in (*message.logprobs, *message.prompt_logprobs))
@@ -102,21 +115,24 @@ class Chat:
             logprobs[message.index] += await self._shown(message)
             if self._fields.return_token_ids:
                 token_ids[message.index] += message.token_ids
-                prompt["prompt_token_ids"] = prompt["prompt_token_ids"] or list(delta.prompt_token_ids)
-            if message.prompt_logprobs:
-                entries = await shown_prompt_logprobs(message.prompt_logprobs, self._call.texts, self._model)
-                prompt["prompt_logprobs"] = (prompt["prompt_logprobs"] or []) + list(map(json.loads, entries))
+                prompt_ids = delta.prompt_token_ids
+            prompt_logprobs += message.prompt_logprobs  # those of a long prompt come in several messages
             if message.finish_reason:
                 ends[message.index] = ended(choice, message)
-        head = self._head | {"object": "chat.completion", "usage": self._usage()} | prompt
+        ids = list(prompt_ids) if self._fields.return_token_ids else "null"
+        entries = "null"
+        if self._fields.prompt_logprobs is not None:
+            shown = await shown_prompt_logprobs(prompt_logprobs, self._call.texts, self._model)
+            entries = f"[{', '.join(shown)}]"
+        head = self._head | {"object": "chat.completion", "usage": self._usage()}
 
         async def parts() -> AsyncIterator[bytes]:
-            for choice, entries, ids, over in zip(self._choices, logprobs, token_ids, ends, strict=True):
+            for choice, tokens, output_ids, over in zip(self._choices, logprobs, token_ids, ends, strict=True):
                 shown = {"index": choice.index, "message": choice.message()} | over
-                shown["token_ids"] = ids if self._fields.return_token_ids else None
-                yield _with_logprobs(shown, entries if self._fields.logprobs else None).encode()
+                shown["token_ids"] = output_ids if self._fields.return_token_ids else None
+                yield _with_logprobs(shown, tokens if self._fields.logprobs else None).encode()
 
-        return head, parts()
+        return Whole(head, f'"prompt_token_ids": {ids}, "prompt_logprobs": {entries}', parts())
 
     # ---- streams
 

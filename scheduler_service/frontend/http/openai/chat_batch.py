@@ -3,16 +3,22 @@
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 from aiohttp import web
 from pydantic import Field
 
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_common.calls.errors import RequestError
+from scheduler_service.frontend.calls.together import run_together
 from scheduler_service.frontend.http.call import Call
-from scheduler_service.frontend.http.errors import invalid
-from scheduler_service.frontend.http.openai.chat import Chat
+from scheduler_service.frontend.http.errors import HttpError, invalid, of_part
+from scheduler_service.frontend.http.openai.chat import Chat, Whole
 from scheduler_service.frontend.http.openai.chat_fields import ChatFields
+from scheduler_service.frontend.http.openai.completions import MAX_PARAMETER_BYTES
+from scheduler_service.frontend.http.service import ChatRequest
 from scheduler_service.frontend.http.writing import answer_in_parts
 
 MAX_CONVERSATIONS = 256
@@ -38,22 +44,46 @@ async def chat_batch(call: Call) -> web.StreamResponse:
         if is_set:
             raise invalid(f"{name} is {str(getattr(fields, name)).lower()}; a batch has one whole answer each", name)
     model = await call.model()
-    chats = [Chat(call, fields.chat(number), model, number) for number in range(len(fields.messages))]
-    tasks = [asyncio.create_task(chat.whole()) for chat in chats]
-    try:
-        wholes = await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-    head = wholes[0][0] | {"usage": _sum([one["usage"] for one, _ in wholes])}
+    prepared: list[tuple[Chat, ChatRequest]] = []
+    for number in range(len(fields.messages)):
+        chat = Chat(call, fields.chat(number), model, number)
+        with _named(number):
+            prepared.append((chat, await chat.prepare()))
+        if not number:
+            _check_copies(prepared[0][1].asked, len(fields.messages))
+        await asyncio.sleep(0)  # lets other tasks run
+    answers = (_whole(number, chat, request) for number, (chat, request) in enumerate(prepared))
+    wholes = await run_together(answers)
+    head = wholes[0].head | {"usage": _sum([one.head["usage"] for one in wholes])}
 
     async def choices() -> AsyncIterator[bytes]:
-        for _, parts in wholes:
-            async for part in parts:
-                yield part
+        for one in wholes:
+            async for choice in one.choices:
+                yield choice[:-1] + f", {one.prompt}}}".encode()
 
     return await answer_in_parts(call.request, json.dumps(head).encode(), b"choices", choices())
+
+
+async def _whole(number: int, chat: Chat, request: ChatRequest) -> Whole:
+    with _named(number):
+        return await chat.whole(request)
+
+
+@contextmanager
+def _named(number: int) -> Iterator[None]:
+    """Errors about one conversation alone say which."""
+    try:
+        yield
+    except (HttpError, RequestError) as error:
+        raise of_part(f"conversation {number}", error, "messages") from None
+
+
+def _check_copies(asked: pb.GenerateRequest, number: int) -> None:
+    """Refuse a batch whose copies of the shared fields would be too large. Raises HttpError."""
+    num_bytes = number * (asked.ByteSize() - sum(message.ByteSize() for message in asked.chat.messages))
+    if num_bytes > MAX_PARAMETER_BYTES:
+        reason = f"the fields beside messages have {num_bytes} bytes, once for each conversation"
+        raise invalid(f"{reason}; they may have {MAX_PARAMETER_BYTES}")
 
 
 def _sum(usages: list[dict[str, Any]]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pagewire_common.calls.errors import RequestError
 from scheduler_service.frontend.calls.generation import ChatOutput
 from scheduler_service.frontend.chat.calls import channels
 from scheduler_service.frontend.chat.families import HERMES
-from scheduler_service.frontend.chat.parser import opens_reasoning
+from scheduler_service.frontend.chat.parser import closes_reasoning, opens_reasoning
 from scheduler_service.frontend.chat.plain_tools import write_out_tools
 from scheduler_service.frontend.chat.syntax import ChatSyntax
 from scheduler_service.frontend.chat.tool_grammar import Choice
@@ -189,6 +189,7 @@ def _form_maker(
                 found.choice,
                 parallel=parallel,
                 thinking_open=opens_reasoning(syntax, prompt_end),
+                thinking_closed=closes_reasoning(syntax, prompt_end),
                 form=form,
                 thinking_budget=budget,
                 closes_objects=closes_objects,

@@ -16,7 +16,7 @@ from scheduler_service.frontend.http.body import each_text
 from scheduler_service.frontend.http.call import Call
 from scheduler_service.frontend.http.errors import invalid
 from scheduler_service.frontend.http.openai.completion_fields import CompletionFields, completion_params
-from scheduler_service.frontend.http.openai.logprobs import MIN_LOGPROB, shown_prompt_logprobs
+from scheduler_service.frontend.http.openai.logprobs import MIN_LOGPROB, POSITIONS_A_TURN, shown_prompt_logprobs
 from scheduler_service.frontend.http.openai.sampling_fields import kept_tokens
 from scheduler_service.frontend.http.resuming.event_ids import HEADER
 from scheduler_service.frontend.http.writing import answer_in_parts
@@ -30,7 +30,6 @@ parameters.
 TOKEN_BYTES = 40
 LOGPROB_BYTES = 100
 """Approximate bytes of memory for each log-probability of an answer."""
-POSITIONS_A_TURN = 64
 _REASONS = {
     pb.FINISH_REASON_STOP: "stop",
     pb.FINISH_REASON_LENGTH: "length",

@@ -5,6 +5,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from itertools import chain
 from typing import Any
 
 from aiohttp import web
@@ -53,17 +54,21 @@ async def _answer(call: Call, fields: EmbeddingsFields, prefix: str, kind: str, 
             head["data"] = list(_described(found, size, fields, of_tokens=of_tokens))
         return await _in_bytes(call, found, fields, head)
 
-    async def parts() -> AsyncIterator[bytes]:
+    async def parts() -> AsyncIterator[Iterator[bytes]]:
         for index, vectors in enumerate(found):
-            shown = b'{"object":"%b","index":%d,"%b":%b}'
-            text = await _shown(vectors, size, fields, of_tokens=of_tokens)
-            yield shown % (kind.encode(), index, member.encode(), text)
+            before = f'{{"object":"{kind}","index":{index},"{member}":'.encode()
+            shown = _shown(vectors, size, fields, of_tokens=of_tokens)
+            yield chain((before,), shown, (b"}",))
 
     whole = json.dumps({"object": "list"} | head).encode()
     return await answer_in_parts(call.request, whole, b"data", parts())
 
 
 def _request(fields: EmbeddingsFields, model: ServedModel, adapter: str, *, of_tokens: bool) -> pb.EmbedRequest:
+    if fields.encoding_format == "float":
+        for name, plain in (("embed_dtype", "float32"), ("endianness", "native")):
+            if (given := getattr(fields, name)) != plain:
+                raise invalid(f"{name} is {given}, and encoding_format float has numbers as text", name)
     if fields.normalize is not None and fields.use_activation not in (None, fields.normalize):
         raise invalid("normalize and use_activation differ; set one of them", "use_activation")
     return pb.EmbedRequest(
@@ -97,20 +102,18 @@ async def vectors_of(call: Call, asked: pb.EmbedRequest) -> tuple[list[bytearray
     return found, num_tokens
 
 
-async def _shown(vectors: bytearray, size: int, fields: EmbeddingsFields, *, of_tokens: bool) -> bytes:
-    """The vectors of one text as JSON. `size`: bytes of a vector."""
-    pieces: list[bytes] = []
+def _shown(vectors: bytearray, size: int, fields: EmbeddingsFields, *, of_tokens: bool) -> Iterator[bytes]:
+    """Yield the vectors of one text as JSON, in pieces: numbers as text have four times their bytes. `size`: bytes of
+    a vector.
+    """
     if fields.encoding_format == "base64":
-        for piece in in_base64(vectors, fields.embed_dtype, fields.endianness):
-            pieces.append(piece)
-            await asyncio.sleep(0)  # lets other tasks run
-        return b"".join(pieces)
-    if not of_tokens:
-        return as_text(vectors)
-    for start in range(0, len(vectors), size):
-        pieces.append(as_text(vectors[start : start + size]))
-        await asyncio.sleep(0)
-    return b"[%b]" % b",".join(pieces)
+        yield from in_base64(vectors, fields.embed_dtype, fields.endianness)
+    elif not of_tokens:
+        yield as_text(vectors)
+    else:
+        for start in range(0, len(vectors), size):
+            yield (b"," if start else b"[") + as_text(vectors[start : start + size])
+        yield b"]"
 
 
 def _described(

@@ -22,7 +22,8 @@ def in_type(vectors: bytes | bytearray, kind: NumberType, order: ByteOrder) -> I
     swaps = order != "native" and order != sys.byteorder
     numbers = np.frombuffer(vectors, "<f4")
     for start in range(0, len(numbers), PIECE_NUMBERS):
-        found = _CONVERSIONS[kind](numbers[start : start + PIECE_NUMBERS])
+        with np.errstate(over="ignore"):  # beyond the range of float16 is infinity
+            found = _CONVERSIONS[kind](numbers[start : start + PIECE_NUMBERS])
         yield (found.byteswap() if swaps else found).tobytes()
 
 

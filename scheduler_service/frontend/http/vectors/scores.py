@@ -1,6 +1,5 @@
 """Scores of documents for a query: /v1/rerank in the format of Jina, Cohere and vLLM, and vLLM's /v1/score."""
 
-import asyncio
 import time
 import uuid
 from collections.abc import Sequence
@@ -8,8 +7,10 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_common.calls.errors import RequestError
+from scheduler_service.frontend.calls.together import run_together
 from scheduler_service.frontend.http.call import Call
-from scheduler_service.frontend.http.errors import invalid
+from scheduler_service.frontend.http.errors import invalid, of_part
 from scheduler_service.frontend.http.vectors.fields import RerankFields, ScoreFields, kept_tokens
 from scheduler_service.frontend.model import ServedModel
 
@@ -36,6 +37,8 @@ async def score(call: Call) -> web.StreamResponse:
     fields = await call.fields(ScoreFields)
     queries = fields.side(("queries", "text_1", "data_1"))
     documents = fields.side(("documents", "items", "text_2", "data_2"))
+    if not queries or not documents:
+        raise invalid("a score needs at least one query and one document", "documents" if queries else "queries")
     if len(queries) not in (1, len(documents)):
         raise invalid(f"there are {len(queries)} queries and {len(documents)} documents; pairs need as many", "queries")
     model = await call.model()
@@ -60,16 +63,14 @@ async def _score_pairs(
     """Score each pair in a call of its own. If a call is refused, the others end."""
     if len(queries) > MAX_PAIRS:
         raise invalid(f"there are {len(queries)} pairs; there may be {MAX_PAIRS}", "queries")
-    tasks = [
-        asyncio.create_task(_scores(call, fields, model, query, [document], 0))
-        for query, document in zip(queries, documents, strict=True)
-    ]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+
+    async def scores(number: int) -> pb.ScoreResponse:
+        try:
+            return await _scores(call, fields, model, queries[number], [documents[number]], 0)
+        except RequestError as error:
+            raise of_part(f"pair {number}", error) from None
+
+    return await run_together(map(scores, range(len(queries))))
 
 
 async def _scores(
