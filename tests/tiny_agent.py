@@ -16,7 +16,7 @@ MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 def write_agent(directory: Path) -> Path:
     """A checkpoint with a context of 2,048 tokens.
 
-    Whitespace is unlikely, because a form lets any model write much of it, and so is the start of thinking.
+    The model is unlikely to write whitespace, which a form would let it repeat, and unlikely to begin thinking.
     """
     write_byte_tokenizer(directory / "bytes")
     tokenizer = write_marked_tokenizer(directory / "tokenizer", directory / "bytes", MARKS, HERMES)

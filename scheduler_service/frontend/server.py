@@ -62,8 +62,8 @@ def front_end_server(
 
 
 class Ports(NamedTuple):
-    """Where a front end listens. `http`: HOST:PORT of HTTP, or None without HTTP. `grace`: seconds for streams at its
-    drain. `origins`: those of pages in browsers that may call.
+    """The ports of a front end. `http`: HOST:PORT of HTTP, or None without HTTP. `grace`: seconds that streams have to
+    end when the front end drains. `origins`: the origins of web pages that may call.
     """
 
     listen: str

@@ -41,7 +41,7 @@ class HostileFleet:
         ]
         self.counts: Counter[str] = Counter()
         self.left_processes: list[str] = []
-        """Filled when the block is left."""
+        """At the end of the `with` block: members that ended with an error, and processes that still ran."""
         self._named = named
         self._settings = settings
         self._draw = draw
@@ -124,7 +124,7 @@ class HostileFleet:
             await self._stack.aclose()
 
     def _end(self) -> None:
-        """SIGTERM, the scheduler first; then no process may be left."""
+        """End the scheduler and then the workers by SIGTERM. Note the processes that are left."""
         members = [member for member in (self._scheduler, *self.workers) if member.is_running]
         processes = [*front_ends(self._scheduler.address)]
         for member in members:

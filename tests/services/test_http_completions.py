@@ -28,6 +28,7 @@ from scheduler_service.frontend.http.call import Call
 from scheduler_service.frontend.http.limits import Held, Room
 from scheduler_service.frontend.http.openai.completion_fields import CompletionFields, completion_params
 from scheduler_service.frontend.http.openai.completions import complete
+from scheduler_service.frontend.http.served.tokens import _in_json
 from scheduler_service.frontend.http.token_texts import TokenTexts
 from scheduler_service.frontend.model import ServedModel
 
@@ -351,6 +352,14 @@ async def test_tokens_are_spelled_as_in_the_vocabulary(url: str) -> None:
             async with session.post("/tokenize", json={"prompt": "a b", "return_token_strs": asked}) as response:
                 strs = (await response.json())["token_strs"]
                 assert (strs and strs[-3:]) == expected
+        async with session.post("/tokenize", json={"prompt": "a b", "add_generation_prompt": True}) as response:
+            assert (response.status, (await response.json())["error"]["param"]) == (400, "add_generation_prompt")
+
+
+async def test_the_json_of_many_tokens_is_made_in_turns() -> None:
+    values = list(range(30_000))
+    assert json.loads(await _in_json(values)) == values
+    assert [await _in_json(some) for some in ([], ["a", "b"])] == ["[]", '["a", "b"]']
 
 
 async def test_a_prompt_is_cut_and_its_special_tokens_are_read_where_asked(

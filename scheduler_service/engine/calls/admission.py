@@ -1,8 +1,8 @@
 """Limits the number and the memory of calls in flight, before their text is tokenized, and the usage of each API key.
 
-A key's quotas are requests and tokens a minute, and requests in flight. The first two are token buckets with room for
-a minute. Prompt tokens are subtracted when the request is queued, output tokens when the call ends: a request may
-overdraw its bucket, and the next are then refused.
+A key's quotas are requests a minute, tokens a minute, and requests in flight. The first two quotas are token buckets
+with room for a minute. Prompt tokens are subtracted when a request is queued, output tokens when its call ends. So a
+request may overdraw the bucket of tokens; then the key's next requests are refused.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
 """A front end's link to the engine: the requests in flight, the served model, and settings.
 
-A front end checks a request while the engine decides on its admission. In a flood of refused calls such checks are
-wasted, so calls of an API key wait for the answer first for some seconds after a refusal.
+A front end checks a request while the engine decides whether to admit it. If the engine refuses the request, the check
+was wasted. So for some seconds after a refusal, requests of the same API key are checked only after their admission.
 """
 
 import asyncio

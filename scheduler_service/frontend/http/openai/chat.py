@@ -149,7 +149,7 @@ class Chat:
             over = ended(choice, message) if message.finish_reason else None
             await self._events.begin()
             if choice.num_tokens == len(message.token_ids):  # the first delta of the choice
-                start = "".join(choice.content) + events.get("content", "")  # `content` has what is echoed alone
+                start = "".join(choice.content) + events.get("content", "")  # `choice.content`: the echo
                 events = {"role": "assistant"} | events | {"content": start}
             entries = await self._shown(message)
             if not (events or entries or over or self._fields.return_token_ids):

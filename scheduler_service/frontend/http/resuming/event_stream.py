@@ -34,7 +34,7 @@ class EventStream:
     ) -> None:
         self._request, self._ids, self.origin, self.position = request, ids, origin or Origin(), position
         self.number = 0
-        """The number of events so far, with those that are not sent."""
+        """The number of events so far, including events that are not sent because the client has them."""
         self._num_tokens = [0] * num_outputs  # before the current delta
         self._output = self._num_new = 0  # of the current delta
         self._num_events = 0  # before the current delta
@@ -56,7 +56,9 @@ class EventStream:
         return self._ids is not None
 
     def prepare(self, asked: pb.GenerateRequest) -> None:
-        """Make a request repeatable or, to resume a stream, the same as before. Raises HttpError."""
+        """Give the request the seed that its repetition will have. Mark a repeated request as a resumption. Raises
+        HttpError for a request that cannot be repeated.
+        """
         sampling = asked.sampling
         if self._ids is None:
             return
@@ -73,7 +75,9 @@ class EventStream:
             self._response = await begin_events(self._request)
 
     def advance(self, output: int, token_ids: Iterable[int]) -> None:
-        """Begin with the events of a delta. Raises RequestError if its tokens are not those of the broken stream."""
+        """Note that the next events belong to a new delta of an output. Raises RequestError if the tokens so far differ
+        from the tokens of the broken stream.
+        """
         if self._ids is None:
             return
         self._num_tokens[self._output] += self._num_new
@@ -95,9 +99,9 @@ class EventStream:
         self._replayed = None
 
     async def send(self, *events: str) -> None:
-        """Send events without those that the client has. `events`: their lines, without the last line end.
+        """Send the events that the client does not have yet. `events`: the lines of each, without the last line end.
 
-        Instead of an event that the client has, a comment is sent, which keeps the connection busy.
+        If the client has all of them, a comment is sent, which keeps the connection busy.
         """
         written = [f"{event}\n{self._last_lines()}" for event in events if self._is_new()]
         if events:
