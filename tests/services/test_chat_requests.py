@@ -169,6 +169,18 @@ async def test_a_form_over_http_begins_after_thinking(model: ServedModel, form: 
         assert follow(compiled_matcher(grammar), "is it?</think>\nso") == "is it?</think>\n"
 
 
+@pytest.mark.parametrize("prompt_end", ["<think>\n\n</think>\n\n", "<|im_start|>assistant\n"])
+async def test_a_required_call_begins_at_once_without_thinking(model: ServedModel, prompt_end: str) -> None:
+    asked: dict[str, Any] = {"messages": [USER], "tools": TOOLS, "tool_choice": "required"}
+    fields = parse_part(asked | {"chat_template_kwargs": {"enable_thinking": False}}, ChatFields, "")
+    thinks = replace(model, chat_syntax=thinking(HERMES_SYNTAX))
+    request = await chat_request(fields, thinks, "", "1", Service(EngineLink("unix:/of-no-engine")))
+    assert request.output.make_form is not None
+    grammar = await request.output.make_form(prompt_end)
+    for text, expected in (("<think>", "<t"), ("<tool_call>", "<tool_call>")):
+        assert follow(compiled_matcher(grammar), text) == expected
+
+
 async def test_a_form_that_cannot_be_followed_is_refused_by_its_name(model: ServedModel) -> None:
     fields = parse_part({"regex": "(", "messages": [USER]}, ChatFields, "")
     thinks = replace(model, chat_syntax=thinking(HERMES_SYNTAX))

@@ -63,7 +63,8 @@ async def chat_request(
         chat.tools = json_text("tools", [tool.model_dump(exclude_none=True) for tool in fields.tools or ()])
     if fields.documents:
         chat.documents = json_text("documents", fields.documents)
-    chat.template_arguments = _template_arguments(fields, tokenizer)
+    arguments = _template_arguments(fields, tokenizer)
+    chat.template_arguments = json_text("chat_template_kwargs", arguments) if arguments else ""
     chat.continue_final_message = fields.continue_final_message
     if fields.add_generation_prompt is not None:
         chat.add_generation_prompt = fields.add_generation_prompt
@@ -73,7 +74,8 @@ async def chat_request(
         syntax = replace(HERMES, reasoning=syntax.reasoning)
     sampling = chat_params(fields, model)
     fields.tools = fields.documents = fields.chat_template_kwargs = None
-    make_form = _form_maker(fields, model, found, syntax, sampling, service)
+    thinks = arguments.get("enable_thinking") is not False
+    make_form = _form_maker(fields, model, found, syntax, sampling, service, thinks=thinks)
     drops_special = fields.skip_special_tokens is not False and syntax.needs_special_tokens(tokenizer.special_tokens)
     if drops_special:
         sampling.skip_special_tokens = False
@@ -129,8 +131,8 @@ def _tool(given: ToolField) -> Tool:
     return Tool(function.name, function.parameters or {}, function.strict is True)
 
 
-def _template_arguments(fields: ChatFields, tokenizer: Tokenizer) -> str:
-    """The further variables of the chat template, as JSON. Raises HttpError."""
+def _template_arguments(fields: ChatFields, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The further variables of the chat template. Raises HttpError."""
     arguments: dict[str, Any] = dict(fields.chat_template_kwargs or {})
     if arguments.get("enable_thinking") is False and not tokenizer.template_names("enable_thinking"):
         del arguments["enable_thinking"]  # a template without thinking never thinks
@@ -142,7 +144,7 @@ def _template_arguments(fields: ChatFields, tokenizer: Tokenizer) -> str:
         elif effort != "none":
             reason = "the model's chat template has no levels of reasoning"
             raise invalid(f"reasoning_effort is {effort!r}; {reason}", "reasoning_effort")
-    return json_text("chat_template_kwargs", arguments) if arguments else ""
+    return arguments
 
 
 def _form_maker(
@@ -152,10 +154,13 @@ def _form_maker(
     syntax: ChatSyntax,
     sampling: pb.SamplingParams,
     service: Service,
+    *,
+    thinks: bool,
 ) -> Callable[[str], Awaitable[str]] | None:
     """A function that compiles the form of a message with tool calls, or of an answer behind reasoning.
 
-    Calls are not held to their schemas under `auto` where forms are impossible. Raises HttpError.
+    Calls are not held to their schemas under `auto` where forms are impossible. `thinks`: the request has not turned
+    thinking off. Raises HttpError.
     """
     kind, budget = sampling.WhichOneof("constraint"), fields.thinking_token_budget
     has_form = kind is not None and bool(found.tools or syntax.reasoning or syntax.has_channels)
@@ -183,13 +188,14 @@ def _form_maker(
     parallel = fields.parallel_tool_calls is not False and not found.named
 
     async def make_form(prompt_end: str) -> str:
+        is_open = opens_reasoning(syntax, prompt_end)
         try:
             return await grammars.read(
                 tools,
                 found.choice,
                 parallel=parallel,
-                thinking_open=opens_reasoning(syntax, prompt_end),
-                thinking_closed=closes_reasoning(syntax, prompt_end),
+                thinking_open=is_open,
+                thinking_closed=closes_reasoning(syntax, prompt_end) or not (thinks or is_open),
                 form=form,
                 thinking_budget=budget,
                 closes_objects=closes_objects,
