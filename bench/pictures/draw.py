@@ -13,14 +13,17 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from bench.pictures.history import History, Slice
 from bench.pictures.record import FOLDER
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish, and greys.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-CACHED, FREE, WAITS = "#d9d9d9", "#ffffff", "#bbbbbb"
-STATES = {"queued": "#d9d9d9", "prefill": "#56b4e9", "decode": "#0072b2", "preempted": "#d55e00", "swapped": "#e69f00"}
+LIGHT = ("#56b4e9", "#f4b183")
+"""Lighter shades of the first two, for prefill."""
+CACHED, SHARED = "#d9d9d9", "#000000"
+STATES = {"queued": "#d9d9d9", "prefill": "#56b4e9", "decode": "#0072b2", "preempted": "#cc79a7", "swapped": "#e69f00"}
 STYLE = {"svg.hashsalt": "pagewire", "svg.fonttype": "none", "font.size": 9, "font.family": "DejaVu Sans"}
 
 
@@ -38,10 +41,10 @@ def draw_blocks(recording: Callable[[str], History]) -> Figure:
             )
         for owner, first, length in _runs(owners):
             if owner:
-                colour = {"cached": CACHED, "shared": "#000000"}.get(owner) or COLOURS[requests.index(owner)]
+                colour = {"cached": CACHED, "shared": SHARED}.get(owner) or COLOURS[requests.index(owner)]
                 axes.broken_barh([(first, length)], (block - 0.45, 0.9), color=colour, linewidth=0)
     axes.set(xlabel="step", ylabel="block", xlim=(0, len(history.steps)), ylim=(-0.6, history.num_blocks - 0.4))
-    _legend(axes, {**dict(zip(requests, COLOURS, strict=False)), "shared": "#000000", "free, cached": CACHED})
+    _legend(axes, {**dict(zip(requests, COLOURS, strict=False)), "shared": SHARED, "free, cached": CACHED})
     return figure
 
 
@@ -76,22 +79,26 @@ def draw_chunked_prefill(recording: Callable[[str], History]) -> Figure:
 def draw_copy_on_write(recording: Callable[[str], History]) -> Figure:
     """The block tables of a request's outputs: shared blocks dark, own blocks light."""
     history = recording("copy_on_write")
-    parallel = [step for step in history.steps if len(step.tables) > 1]
-    moments = [("first step with four outputs", parallel[0]), ("last step", parallel[-1])]
+    num_outputs = max(len(step.tables) for step in history.steps)
+    parallel = [step for step in history.steps if len(step.tables) == num_outputs]
+    moments = [("first step with all outputs", parallel[0]), ("last step", parallel[-1])]
     figure = Figure(figsize=(8, 2.4), layout="constrained")
     for axes, (title, step) in zip(figure.subplots(1, 2, sharey=True), moments, strict=True):
         held = [block for table in step.tables.values() for block in table]
-        for row, (output, table) in enumerate(sorted(step.tables.items())):
+        for row, (_, table) in enumerate(sorted(step.tables.items())):
             for column, block in enumerate(table):
                 is_shared = held.count(block) > 1
                 colour = COLOURS[0] if is_shared else COLOURS[5]
                 axes.broken_barh([(column + 0.03, 0.94)], (row - 0.45, 0.9), color=colour, linewidth=0)
                 axes.text(column + 0.5, row, str(block), ha="center", va="center", color="w" if is_shared else "k")
-            assert output.index == row
         axes.set_title(title, loc="left")
-        axes.set(xlabel="entry of the block table", yticks=range(len(step.tables)), xlim=(0, 5))
+        axes.set(
+            xlabel="entry of the block table",
+            yticks=range(len(step.tables)),
+            xlim=(0, max(map(len, moments[-1][1].tables.values()))),
+        )
         axes.set_yticklabels([f"output {output.index + 1}" for output in sorted(step.tables)])
-        axes.invert_yaxis() if axes.get_ylim()[0] < axes.get_ylim()[1] else None
+        axes.set_ylim(len(step.tables) - 0.4, -0.6)
         _frame(axes)
     _legend(axes, {"shared": COLOURS[0], "own": COLOURS[5]})
     return figure
@@ -127,7 +134,7 @@ def draw_placement(recording: Callable[[str], History]) -> Figure:
     """Each request in the colour of its worker, with the reason of the choice."""
     history = recording("placement")
     figure, axes = _figure(8, 3.2)
-    _lanes(axes, history, lambda one: _worker_colour(history, one.worker))
+    _lanes(axes, history, lambda one: _worker_colour(history, one))
     ends = {one.request_id: one.end for one in history.slices}
     rows = {name: row for row, name in enumerate(history.prompts)}
     for choice in history.choices:
@@ -146,12 +153,11 @@ def draw_failover(recording: Callable[[str], History]) -> Figure:
     """Requests over time in the colour of their worker; the line is the loss of a worker."""
     history = recording("failover")
     figure, axes = _figure(8, 2.4)
-    _lanes(axes, history, lambda one: STATES["preempted"] if one.state == "preempted" else
-           _worker_colour(history, one.worker))  # fmt: skip
+    _lanes(axes, history, lambda one: _worker_colour(history, one))
     for at in history.losses:
         axes.axvline(at, color="#000000", linestyle="--", linewidth=1)
     axes.set_xlabel("seconds")
-    _legend_of_workers(axes, history, {"waits for a worker": STATES["preempted"]})
+    _legend_of_workers(axes, history)
     return figure
 
 
@@ -195,13 +201,16 @@ def _lanes(axes: Axes, history: History, colour: Callable[[Slice], str]) -> None
     _frame(axes)
 
 
-def _worker_colour(history: History, worker: str) -> str:
-    return COLOURS[history.workers.index(worker)] if worker else WAITS
+def _worker_colour(history: History, one: Slice) -> str:
+    colours = LIGHT if one.state == "prefill" else COLOURS
+    return colours[history.workers.index(one.worker)] if one.worker else STATES[one.state]
 
 
-def _legend_of_workers(axes: Axes, history: History, more: dict[str, str] | None = None) -> None:
-    colours = {f"worker {number + 1}": COLOURS[number] for number in range(len(history.workers))}
-    _legend(axes, {**colours, "queued": WAITS, **(more or {})})
+def _legend_of_workers(axes: Axes, history: History) -> None:
+    rows = {f"worker {number + 1}{text}": colours[number] for number in range(len(history.workers))
+            for text, colours in ((", prefill", LIGHT), (", decode", COLOURS))}  # fmt: skip
+    states = dict.fromkeys(one.state for one in history.slices if not one.worker)
+    _legend(axes, {**rows, **{state: STATES[state] for state in states}})
 
 
 def _last_prefill(history: History) -> int:
@@ -221,6 +230,7 @@ def _runs(owners: Iterable[str]) -> list[tuple[str, int, int]]:
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.add_subplot()
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _frame(axes)
     return figure, axes
 

@@ -1,4 +1,4 @@
-"""What a recording contains, as the pictures need it: steps with their block tables, and the states of requests.
+"""The contents of a recording, as the pictures need them: steps with their block tables, and states of requests.
 
 The recording is replayed, so every table is the core's own.
 """
@@ -37,7 +37,6 @@ class PlannedStep:
     """Device blocks of each running output after the plan."""
     cached: set[int]
     """Free blocks that the prefix cache still finds."""
-    copies: Sequence[tuple[int, int]]
     num_drafts: int = 0
     """Draft tokens that the worker verified."""
     num_gained: int = 0
@@ -96,7 +95,10 @@ class History:
         origin = min((group.arrived_at for group in groups), default=0.0)
         history.losses = [at - origin for at in losses]
         for group in groups:
-            history.prompts[unquote(group.request_id)] = (len(group.prompt_token_ids), group.history.num_cached_tokens or 0)
+            history.prompts[unquote(group.request_id)] = (
+                len(group.prompt_token_ids),
+                group.history.num_cached_tokens or 0,
+            )
         history._read_slices(json.loads(file.getvalue()))
         return history
 
@@ -160,4 +162,4 @@ def _planned(session: Session, output: SchedulerOutput) -> PlannedStep:
     }
     device = scheduler.blocks.device
     cached = {b for b in range(device.num_blocks) if not device.ref_count(b) and device.key(b) is not None}
-    return PlannedStep(session.worker, chunks, tables, cached, list(output.blocks_to_copy))
+    return PlannedStep(session.worker, chunks, tables, cached)

@@ -20,7 +20,7 @@ TEXT = (
     "The scheduler keeps every queue, every budget and every block table. A worker keeps weights and the memory of "
     "keys and values. A block holds sixteen tokens. A table lists the blocks of a sequence in the order of positions. "
 )
-SONG = "One block, two blocks, three blocks, four blocks. " * 6
+SONG = " ".join(["One block, two blocks, three blocks, four blocks."] * 8)
 
 
 class Running(NamedTuple):
@@ -74,7 +74,7 @@ async def _prefix_cache(running: Running) -> None:
 
 
 async def _placement(running: Running) -> None:
-    songs = [running.ask(f"song {i + 1}", SONG + f"Number {i}:", 24) for i in range(5)]
+    songs = [running.ask(f"song {i + 1}", SONG + f" Number {i}:", 24) for i in range(5)]
     texts = [running.ask(f"text {i + 1}", TEXT + f"Number {i}:", 24) for i in range(5)]
     await asyncio.gather(songs[0], texts[0])
     for pair in zip(songs[1:], texts[1:], strict=True):
@@ -83,13 +83,13 @@ async def _placement(running: Running) -> None:
 
 async def _failover(running: Running) -> None:
     streams = [asyncio.create_task(running.ask(f"request {i + 1}", TEXT[20 * i : 20 * i + 200], 150)) for i in range(4)]
-    await running.ask("timer", TEXT[300:], 40)
+    await running.ask("request 5", TEXT[100:], 40)
     running.workers[0].process.kill()
     await asyncio.gather(*streams)
 
 
 async def _speculation(running: Running) -> None:
-    await running.ask("request", SONG, 64)
+    await running.ask("request", "\n".join(["red, green, blue, yellow, black, white"] * 16) + "\n", 96)
 
 
 POOL = "--num-gpu-blocks-override"
