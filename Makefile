@@ -127,8 +127,8 @@ pictures: setup
 	$(BIN)/python -m bench.pictures.draw
 
 # Checks, builds and tags a release in this checkout. Nothing is pushed. docs: CONTRIBUTING.md, "Release".
-release: setup
-	$(BIN)/python tests/release.py $(VERSION)
+release: setup docs
+	$(BIN)/python .ci/release.py $(VERSION)
 
 up:
 	$(COMPOSE) up --build --detach
