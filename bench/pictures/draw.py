@@ -8,6 +8,7 @@ import argparse
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -24,7 +25,7 @@ LIGHT = ("#56b4e9", "#f4b183")
 """Lighter shades of the first two, for prefill."""
 CACHED, SHARED = "#d9d9d9", "#000000"
 STATES = {"queued": "#d9d9d9", "prefill": "#56b4e9", "decode": "#0072b2", "preempted": "#cc79a7", "swapped": "#e69f00"}
-STYLE = {"svg.hashsalt": "pagewire", "svg.fonttype": "none", "font.size": 9, "font.family": "DejaVu Sans"}
+STYLE: Any = {"svg.hashsalt": "pagewire", "svg.fonttype": "none", "font.size": 9, "font.family": "DejaVu Sans"}
 
 
 def draw_blocks(recording: Callable[[str], History]) -> Figure:
@@ -97,7 +98,7 @@ def draw_copy_on_write(recording: Callable[[str], History]) -> Figure:
             yticks=range(len(step.tables)),
             xlim=(0, max(map(len, moments[-1][1].tables.values()))),
         )
-        axes.set_yticklabels([f"output {output.index + 1}" for output in sorted(step.tables)])
+        axes.set_yticklabels([f"output {output.number + 1}" for output in sorted(step.tables)])
         axes.set_ylim(len(step.tables) - 0.4, -0.6)
         _frame(axes)
     _legend(axes, {"shared": COLOURS[0], "own": COLOURS[5]})

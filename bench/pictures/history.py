@@ -26,7 +26,8 @@ class Output(NamedTuple):
     """One output of a request."""
 
     request_id: str
-    index: int
+    number: int
+    """From 0."""
 
 
 @dataclass(slots=True)

@@ -24,6 +24,12 @@ _LOADS = re.compile(
     r"|@import\s+[^;]*//[^;]+|url\([\"']?(?:https?:)?//[^)]+",
 )
 
+POLICY = (
+    "default-src 'none'; connect-src 'self'; font-src 'self'; img-src 'self' data:; script-src 'self' 'unsafe-inline'; "
+    "style-src 'self' 'unsafe-inline'; worker-src 'self'"
+)
+"""The theme's script would load polyfills for old browsers from another host; this forbids it."""
+
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the files outside docs/ that pages link to, and those that these link to."""
@@ -51,10 +57,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """Raise PluginError if the page loads a file of another host."""
+    """Forbid browsers requests to other hosts. Raises PluginError if the page itself loads a file from one."""
     if loads := _LOADS.search(output):
         raise PluginError(f"{page.file.src_uri} loads a file of another host: {loads[0]}")
-    return output
+    return output.replace("<head>", f'<head><meta http-equiv="Content-Security-Policy" content="{POLICY}">', 1)
 
 
 def _without_folder(link: re.Match[str], source: Path) -> str:
