@@ -109,5 +109,6 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job and its servers ignore it
     failed = [page.name for page in PAGES if not run_page(page)]
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
