@@ -62,7 +62,7 @@ def smoke(wheel: Path, version: str) -> None:
         programs = folder / "venv" / "bin"
         index = _output(sys.executable, str(ROOT / "deploy/torch_index.py")).split()
         pins = ("-c", str(ROOT / "constraints.txt"))
-        _run(str(programs / "pip"), "install", "--quiet", *index, *pins, str(wheel), cwd=folder)
+        _run(str(programs / "pip"), "install", "--quiet", "--no-compile", *index, *pins, str(wheel), cwd=folder)
         clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         said = _output(str(programs / "pagewire"), "--version", cwd=folder, env=clean)
         if said.split() != ["pagewire", version]:
