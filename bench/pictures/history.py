@@ -27,7 +27,7 @@ class Output(NamedTuple):
 
     request_id: str
     number: int
-    """From 0."""
+    """The output's number in its request, from 0."""
 
 
 @dataclass(slots=True)
