@@ -6,7 +6,7 @@ PROTOS := $(wildcard protos/pagewire/v1/*.proto)
 PIP := $(BIN)/pip install --disable-pip-version-check --no-compile -c constraints.txt
 COMPOSE := $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: setup serving proto demo demo-embed demo-transcribe test test-kernels fuzz chaos soak compat test-gpu lint fmt up down bench bench-all bench-gpu
+.PHONY: setup serving proto demo demo-embed demo-transcribe test test-kernels fuzz chaos soak compat test-gpu lint fmt docs docs-check pictures release up down bench bench-all bench-gpu
 # Bytecode is compiled on first import, because most modules of transformers are never imported. PYTHONDONTWRITEBYTECODE
 # must be unset, or every process would compile them again.
 export PYTHONDONTWRITEBYTECODE :=
@@ -107,6 +107,28 @@ lint: setup
 fmt: setup
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+# The site, in build/site. Warnings are errors, and so is a page that loads a file of another host.
+docs: $(VENV)/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
+$(VENV)/docs: $(VENV)/serving
+	$(PIP) -e '.[docs]'
+	@touch $@
+
+# Runs the commands of the pages in docs/start and docs/operate with the default model, and prints those that it leaves out.
+docs-check: serving
+	$(BIN)/python tests/doc_commands.py
+
+# Records the scenes of docs/how again with the default model, and draws them. NAMES: some of them.
+pictures: setup
+	$(BIN)/python -m bench.pictures.record $(NAMES)
+	$(BIN)/python -m bench.pictures.draw
+
+# Checks, builds and tags a release in this checkout. Nothing is pushed. docs: CONTRIBUTING.md, "Release".
+release: setup docs
+	$(BIN)/python .ci/release.py $(VERSION)
 
 up:
 	$(COMPOSE) up --build --detach

@@ -59,6 +59,8 @@ PAGES = [
     *(README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "deploy/README.md", ROOT / "bench/README.md"),
     *(*ROOT.glob("docs/*.md"), *RESULTS),
 ]
+SITE = sorted(ROOT.glob("docs/*/*.md"))
+"""Pages in the navigation of the site, to which the README links by its first page."""
 SERVICES: tuple[type[ServiceSettings], ...] = (SchedulerSettings, WorkerSettings)
 COMMANDS = {
     "client": [
@@ -87,7 +89,7 @@ PROGRAMS = [
 ]
 OTHERS_PROGRAMS = ("curl", "docker", "docker-compose", "git", "grpcurl", "kubectl", "pip", "uvx")
 
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+each_page = pytest.mark.parametrize("page", [*PAGES, *SITE], ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def prose(page: Path) -> str:
