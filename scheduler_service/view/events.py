@@ -27,7 +27,7 @@ class _Loss:
 
 class Events:
     def __init__(self) -> None:
-        self._states: dict[str, tuple[str, int]] = {}  # state and losses of each worker
+        self._states: dict[str, tuple[str, int, int]] = {}  # state, losses and epoch of each worker
         self._counts: dict[str, tuple[str | None, int, int]] = {}  # of each request: worker, swaps, recomputes
         self._losses: list[_Loss] = []
 
@@ -41,9 +41,9 @@ class Events:
         """`before`: the worker of each request at the last look, if a worker was lost since."""
         found: list[tuple[str, str]] = []
         gone: set[str] = set()  # workers whose requests were all preempted
-        states, self._states = self._states, {one.address: (one.state, one.losses) for one in workers}
+        states, self._states = self._states, {one.address: (one.state, one.losses, one.epoch) for one in workers}
         for one in workers:
-            state, losses = states.get(one.address, ("", one.losses))
+            state, losses, epoch = states.get(one.address, ("", one.losses, one.epoch))
             if one.losses > losses:
                 gone.add(one.address)
                 mine = {id_ for id_, worker in before.items() if worker == one.address and id_ in requests}
@@ -51,7 +51,7 @@ class Events:
                 found.append(("worker_lost", f"worker {one.address} lost with {many(len(mine), 'request')}{reason}"))
                 if mine:
                     self._losses.append(_Loss(one.address, at, len(mine), mine))
-            if one.state == state:
+            if one.state == state and one.epoch == epoch:
                 continue
             if one.state not in _SERVING or one.scheduler is None:
                 gone.add(one.address)
