@@ -23,7 +23,7 @@ def apply_frame(state: State, frame: dict[str, Any]) -> None:
         known |= fields
         pools = state["pools"].setdefault(worker, {})
         for pool, size in (("device", known["device_blocks"]), ("host", known["host_blocks"])):
-            if len(pools.get(pool, ())) != size:
+            if pool not in pools or len(pools[pool]) != size:
                 pools[pool] = ["0"] * size
     for worker, pools in frame.get("blocks", {}).items():
         for pool, runs in pools.items():

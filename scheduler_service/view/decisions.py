@@ -55,13 +55,13 @@ def _preemptions(output: SchedulerOutput, before: Mapping[SequenceGroup, Counts]
 
 def _swaps_and_copies(output: SchedulerOutput) -> Iterator[str]:
     if output.blocks_to_swap_out:
-        yield f"{many(len(output.blocks_to_swap_out), 'block')} are copied to the host, before others use them"
+        yield f"the swap copies {many(len(output.blocks_to_swap_out), 'block')} to the host, before they are reused"
     if output.blocks_to_swap_in:
-        yield f"{many(len(output.blocks_to_swap_in), 'block')} of resumed requests are copied back from the host"
+        yield f"the swap copies {many(len(output.blocks_to_swap_in), 'block')} of resumed requests back from the host"
     for source, target in output.blocks_to_copy[:4]:
         yield f"block {source} is copied to {target}: several sequences hold it, and one of them writes (copy on write)"
     if len(output.blocks_to_copy) > 4:
-        yield f"{len(output.blocks_to_copy) - 4} more shared blocks are copied"
+        yield f"more copies of shared blocks: {len(output.blocks_to_copy) - 4}"
     for fork in output.forks[:4]:
         blocks = many(len(fork.block_ids), "block")
         yield f"output {fork.child.index} of {name_of(fork.child.group)} shares {blocks} with an earlier output"
@@ -86,9 +86,9 @@ def _placements(output: SchedulerOutput) -> Iterator[str]:
 
 def _departures(output: SchedulerOutput) -> Iterator[str]:
     if output.finished:
-        yield f"{many(len(output.finished), 'sequence')} that ended leave the worker"
+        yield f"the worker forgets {many(len(output.finished), 'sequence')} that ended"
     if output.preempted:
-        yield f"{many(len(output.preempted), 'preempted sequence')} leave the worker"
+        yield f"the worker forgets {many(len(output.preempted), 'preempted sequence')}"
 
 
 def _chunks(output: SchedulerOutput) -> Iterator[str]:
@@ -107,6 +107,6 @@ def _chunks(output: SchedulerOutput) -> Iterator[str]:
         left = "" if end >= total else f"; {total - end} are left, because the step has no more room"
         yield f"{name_of(sequence.group)} computes {what} {end - num_tokens} to {end} of {total}{left}"
     if rest:
-        yield f"{many(len(rest), 'more request')} compute {sum(rest.values())} prompt tokens"
+        yield f"{sum(rest.values())} prompt tokens are computed for {many(len(rest), 'more request')}"
     if num_decodes:
-        yield f"{many(num_decodes, 'sequence')} decode, a token each"
+        yield f"one token is computed for each of {many(num_decodes, 'decoding sequence')}"

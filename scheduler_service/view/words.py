@@ -68,7 +68,7 @@ def _why_not_on(group: SequenceGroup, scheduler: Scheduler) -> str:
     if group.is_suspect and scheduler.running:
         return "the request was in flight when a worker was lost, and waits to run alone"
     if scheduler.swapped:
-        return f"{many(len(scheduler.swapped), 'swapped request')} resume first"
+        return f"swapped requests resume first, of which there are {len(scheduler.swapped)}"
     if scheduler.num_running_seqs + group.num_seqs > config.max_num_seqs:
         return f"{scheduler.num_running_seqs} of at most {config.max_num_seqs} sequences run"
     if group.adapter_id and not scheduler.has_adapter_slot(group):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -169,6 +170,20 @@ async def test_only_keys_that_administer_see_and_command(byte_tokenizer_director
         async with session.get("/page/info") as answer:  # a page asks before it has a key
             info = await answer.json()
             assert (info["keys"], info["learn"], info["recording"]) == (True, False, None)
+
+
+async def test_a_page_asks_pagewire_serve_by_its_pipe_to_kill_the_worker(byte_tokenizer_directory: Path) -> None:
+    ours, theirs = os.pipe()
+    try:
+        async with edge(byte_tokenizer_directory, learn_pipe=theirs) as (_, _, session):
+            async with session.get("/page/info") as answer:
+                assert (await answer.json())["learn"]
+            async with session.post("/page/learn/kill-worker") as answer:
+                assert answer.status == 200
+            assert os.read(ours, 64) == b"k"
+    finally:
+        os.close(ours)
+        os.close(theirs)
 
 
 @pytest.mark.parametrize(

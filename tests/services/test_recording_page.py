@@ -85,7 +85,7 @@ def test_decisions_name_their_reasons(tmp_path: Path) -> None:
     for words in (
         " is admitted: none of its ",
         " computes tokens 0 to ",
-        " decode, a token each",
+        "one token is computed for each of ",
         " is preempted, and its blocks are swapped to the host: no block was free",
         "(copy on write)",
         " waits: ",
