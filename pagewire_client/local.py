@@ -68,7 +68,7 @@ class ServiceProcess:
         self._describe = describe
         self.last_words = ""
         self._events: queue.Queue[dict[str, object] | None] = queue.Queue()
-        self.process = start_process(module, ["--log-format", "json", *arguments], pipes)
+        self.process = start_process(module, ["--log-format", "json", *arguments], *([pipes] if pipes else ()))
         assert self.process.stderr is not None
         self._reader = threading.Thread(target=self._read, args=(self.process.stderr,), daemon=True)
         self._reader.start()

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 
 from scheduler_service.core import PlacementReason, Scheduler, SchedulerOutput, SequenceGroup
-from scheduler_service.view.words import many, name_of, shortened, why_here, why_left, why_waits
+from scheduler_service.view.words import PLACED, many, name_of, shortened, why_left, why_waits
 
 MAX_PREFILLS = 8
 """Prompts under way that are named in one step."""
@@ -77,7 +77,7 @@ def _placements(output: SchedulerOutput) -> Iterator[str]:
         parts = [
             cached if placement.cached_tokens else f"none of its {group.num_prompt_tokens} prompt tokens is cached"
         ]
-        if placement.reason is not PlacementReason.ALONE and (why := why_here(group)):
+        if placement.reason is not PlacementReason.ALONE and (why := PLACED.get(placement.reason.name)):
             parts.append(why)
         if placement.num_overtaken:
             parts.append(f"{many(placement.num_overtaken, 'later request')} went before it")

@@ -115,6 +115,15 @@ class Observer:
                 continue
             state, tables = "stalled" if one.is_stalled(now) else "running", scheduler.blocks.tables
             for group in scheduler.running:
+                id_ = group.request_id
+                view = before.get(id_)
+                if view is not None and view.group is group and state == "running":
+                    different = view.look_at_decode(one.address, tables)
+                    if different is not None:
+                        self._requests[id_] = view
+                        if different:
+                            changed[id_] = different
+                        continue
                 self._see(group, before, changing_fields(group, one.address, state), tables, changed)
             for group in scheduler.swapped:
                 changing = changing_fields(group, one.address, "swapped")

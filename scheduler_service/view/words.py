@@ -6,8 +6,7 @@ from scheduler_service.core import AllocStatus, Scheduler, SequenceGroup
 
 MAX_SENTENCES = 24
 MAX_NAME = 48
-_PLACED = {
-    "": "",
+PLACED = {
     "ALONE": "no other worker had room for it",
     "LOAD": "this worker has less work than the others, or is faster",
     "AFFINITY": "this worker has its adapter, or more of its prompt's beginning in the cache",
@@ -16,6 +15,7 @@ _PLACED = {
     "ROOM": "only this worker has room",
     "SUSPECT": "it was in flight when a worker was lost, so it runs alone",
 }
+"""Why a request is on its worker, by the name of its `PlacementReason`."""
 _LEFT = {
     "LOAD": "that worker will be done with it sooner",
     "AFFINITY": "that worker has its adapter, or more of its prompt's beginning in the cache",
@@ -37,11 +37,6 @@ def many(number: int, one: str) -> str:
 def shortened(sentences: Iterable[str], most: int = MAX_SENTENCES) -> list[str]:
     found = list(sentences)
     return found if len(found) <= most else [*found[: most - 1], f"and {len(found) - most + 1} more decisions"]
-
-
-def why_here(group: SequenceGroup) -> str:
-    """Why a request is on its worker."""
-    return _PLACED.get(group.placement.reason, "")
 
 
 def why_left(reason: str) -> str:
