@@ -39,7 +39,9 @@ export class Cells {
 
   /** `colours`: CSS colours of the four states and of lit cells. Returns the number of cells drawn. */
   draw(states, litBlocks, colours) {
-    const { shown, lit, columns, size } = this;
+    const { shown, lit, columns, size, pixels } = this;
+    const side = size - this.gap;
+    const stride = this.image.width;
     lit.fill(0);
     for (const block of litBlocks) if (block < lit.length) lit[block] = LIT;
     const key = `${colours}${litBlocks.length > 0}`;
@@ -55,7 +57,9 @@ export class Cells {
       const code = states[block] | lit[block];
       if (code === shown[block]) continue;
       shown[block] = code;
-      this.#fill(block, this.palette[code]);
+      const colour = this.palette[code];
+      let start = Math.floor(block / columns) * size * stride + (block % columns) * size;
+      for (let y = 0; y < side; y++, start += stride) for (let x = start; x < start + side; x++) pixels[x] = colour;
       if (block < first) first = block;
       last = block;
       drawn++;
@@ -63,18 +67,9 @@ export class Cells {
     if (drawn) {
       const top = Math.floor(first / columns) * size;
       const bottom = (Math.floor(last / columns) + 1) * size;
-      this.context.putImageData(this.image, 0, 0, 0, top, this.image.width, bottom - top);
+      this.context.putImageData(this.image, 0, 0, 0, top, stride, bottom - top);
     }
     return drawn;
-  }
-
-  #fill(block, colour) {
-    const { pixels, size, image } = this;
-    const side = size - this.gap;
-    let start = Math.floor(block / this.columns) * size * image.width + (block % this.columns) * size;
-    for (let y = 0; y < side; y++, start += image.width) {
-      for (let x = start; x < start + side; x++) pixels[x] = colour;
-    }
   }
 
   /** The block at a point in CSS pixels, or -1. */
@@ -158,7 +153,8 @@ function PoolMap({ world, worker, pool, focus, legend }) {
   const [left, top, side] = about && cells.current ? cells.current.place(block) : [0, 0, 0];
   // A map is a slider of block numbers to a screen reader, which then reads the block under the cursor.
   return html`<figure class="pool">
-    <figcaption><b>${pool === "host" ? "host pool" : "pool"}</b> <span class="counts">${summary}</span></figcaption>
+    <figcaption><b>${pool === "host" ? "host pool" : "pool"}</b> <span class="counts">${summary}</span>
+      <span class="about">${about}</span></figcaption>
     <div class="cells" ref=${box} hidden=${!number}>
       <canvas ref=${canvas} tabindex="0" role="slider" aria-label=${`Blocks of the ${pool} pool of worker ${worker}`}
         aria-valuemin="0" aria-valuemax=${Math.max(0, number - 1)} aria-valuenow=${Math.max(0, block)}
@@ -167,7 +163,6 @@ function PoolMap({ world, worker, pool, focus, legend }) {
         onPointerLeave=${() => point(-1)}></canvas>
       ${about && html`<i class="cursor" style=${{ left: `${left}px`, top: `${top}px`, width: `${side}px`, height: `${side}px` }}></i>`}
     </div>
-    <p class="about">${about || "\u00a0"}</p>
   </figure>`;
 }
 
@@ -181,14 +176,14 @@ function aboutBlock(world, worker, pool, block, state) {
 export function BlockMaps({ state: world, focus: given }) {
   const focus = useMemo(() => given ?? new Focus(), [given]);
   const legend = useRef();
-  useChanges([world], 4);
+  useChanges([world], 2);
   return html`<section class="live-maps" aria-label="Block maps">
     <ul class="legend" ref=${legend}>
       ${["free", "held", "shared", "cached", "swapped", "lit"].map(
         (name) => html`<li><i class=${`swatch swatch-${name}`}></i>${name === "lit" ? "of the request pointed at" : name}</li>`,
       )}
     </ul>
-    ${[...world.workers].map(
+    <div class="maps">${[...world.workers].map(
       ([id, worker]) => html`<section class="worker-maps" key=${id} aria-label=${`Pools of worker ${id}`}>
         <h3>${id} <span class="counts">${worker.state}</span></h3>
         ${worker.device_blocks
@@ -196,7 +191,7 @@ export function BlockMaps({ state: world, focus: given }) {
           : html`<p class="empty">No pool: the worker has no session.</p>`}
         ${worker.host_blocks > 0 && html`<${PoolMap} world=${world} worker=${id} pool="host" focus=${focus} legend=${legend} />`}
       </section>`,
-    )}
+    )}</div>
     ${!world.workers.size && html`<p class="empty">No worker is connected.</p>`}
   </section>`;
 }

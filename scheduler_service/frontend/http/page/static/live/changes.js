@@ -2,37 +2,37 @@
 // frames in a hidden tab, so a hidden tab draws nothing.
 import { useEffect, useRef, useState } from "../vendor/preact.js";
 
-/** Call `draw` after changes of any of `sources` (objects with subscribe), and once at the start. */
+/** Call `draw` after changes of any of `sources` (objects with subscribe), and once at the start.
+ *
+ * `hz` divides 10. Draws start at multiples of 1 / hz seconds of one clock, so all that is drawn shares at most 10
+ * animation frames a second: a frame's paint and commit cost the browser more than our drawing.
+ */
 export function useDrawing(sources, hz, draw) {
   const latest = useRef(draw);
   latest.current = draw;
   useEffect(() => {
     let timer = 0;
     let frame = 0;
-    let last = -Infinity;
+    const period = 1000 / hz;
     const run = () => {
       frame = 0;
-      last = performance.now();
       latest.current();
     };
     const ask = () => {
       if (timer || frame) return;
-      const wait = last + 1000 / hz - performance.now();
-      if (wait <= 0) frame = requestAnimationFrame(run);
-      else
-        timer = setTimeout(() => {
-          timer = 0;
-          frame = requestAnimationFrame(run);
-        }, wait);
+      timer = setTimeout(() => {
+        timer = 0;
+        frame = requestAnimationFrame(run);
+      }, period - (performance.now() % period));
     };
     const ends = sources.map((source) => source.subscribe(ask));
-    ask();
+    frame = requestAnimationFrame(run);
     return () => {
       for (const end of ends) end();
       clearTimeout(timer);
       cancelAnimationFrame(frame);
     };
-  }, sources);
+  }, [...sources, hz]);
 }
 
 /** Render the component again after changes. */

@@ -32,7 +32,7 @@ function Plot({ world, title, words, lines, most }) {
     const axis = { stroke: style.color, grid: { stroke: style.borderTopColor, width: 1 }, ticks: { show: false }, font: "11px system-ui" };
     plot.current = new uPlot(
       {
-        ...{ width, height: 110, legend: { show: false }, cursor: { show: false }, padding: [6, 6, 0, 0] },
+        ...{ width, height: 110, legend: { show: false }, cursor: { show: false }, padding: [6, 16, 0, 0] },
         scales: { x: { time: false }, y: { range: (_, low, high) => [0, most ?? Math.max(high * 1.1, 1e-3)] } },
         axes: [
           { ...axis, size: 18, gap: 2, space: 60, values: (_, splits) => splits.map((one) => (one ? `${one} s` : "now")) },

@@ -30,7 +30,7 @@ export function Queue({ state: world }) {
     ${!total && html`<p class="empty">No request waits.</p>`}
     ${groups.size > 0 &&
     html`<table>
-      <thead><tr><th scope="col">tenant</th><th scope="col">priority</th><th scope="col">waiting</th><th scope="col">prompt tokens</th><th scope="col">first place</th><th scope="col">waits for</th></tr></thead>
+      <thead><tr><th scope="col">tenant</th><th scope="col">priority</th><th scope="col">waiting</th><th scope="col">prompt tokens</th><th scope="col">first place</th><th scope="col">first waits</th></tr></thead>
       <tbody>${[...groups.values()].slice(0, 12).map(
         ({ request, number, tokens }) => html`<tr key=${`${request.tenant} ${request.priority}`}>
           <td>${request.tenant || "–"}</td><td>${request.priority}</td><td>${whole(number)}</td><td>${compact(tokens)}</td>

@@ -28,8 +28,8 @@ export function Timeline({ state: world, focus }) {
     const colours = coloursOf(legend.current, [...PHASES, "lit", "ink", "line", "notch"]);
     layout.current = drawBars(canvas.current, visible(), { now: world.at, span, width, colours, lit: focus.ids });
   };
-  // A pixel is 0.05 s in the window of a minute: four times a second is smooth, and a fifth of the work of ten.
-  useDrawing([world, focus], span > 60 ? 2 : 4, draw);
+  // In the window of a minute a pixel is about 0.05 s: bars move by ten pixels, for a fifth of the work of 10 hz.
+  useDrawing([world, focus], span < 60 ? 5 : 2, draw);
 
   const barAt = (event) => layout.current?.(event.offsetX, event.offsetY) ?? null;
   const moved = (event) => {
