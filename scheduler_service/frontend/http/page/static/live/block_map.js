@@ -28,6 +28,7 @@ export class Cells {
     canvas.width = pixels;
     canvas.height = Math.max(1, Math.ceil(number / this.columns) * this.size);
     canvas.style.height = `${canvas.height / ratio}px`;
+    Object.assign(canvas.dataset, { columns: this.columns, size: this.size }); // for tests, which read pixels
     // The image is made on the processor, so the canvas stays there too: a GPU's canvas would upload it twice.
     this.context = canvas.getContext("2d", { willReadFrequently: true });
     this.image = this.context.createImageData(canvas.width, canvas.height);

@@ -42,15 +42,22 @@ export function Queue({ state: world }) {
   </section>`;
 }
 
-const SHOWN = { all: () => true, "on workers": (request) => !isWaiting(request), waiting: isWaiting };
+// Requests on workers first, the oldest at the top; then the queue in its order.
+const inOrder = (one, two) =>
+  isWaiting(one) - isWaiting(two) || (isWaiting(one) ? inQueue(one, two) : one.arrived - two.arrived);
+const going = (world) => [...world.requests.values()].sort(inOrder);
+const SHOWN = {
+  all: going,
+  "on workers": (world) => going(world).filter((request) => !isWaiting(request)),
+  waiting: (world) => going(world).filter(isWaiting),
+  ended: (world) => historyOf(world).ended.toReversed().map((bar) => ({ ...bar.request, state: bar.status || "ended" })),
+};
 
 export function Requests({ state: world, focus }) {
   const [shown, setShown] = useState("all");
   const [all, setAll] = useState(false);
   useChanges([world, focus], 2);
-  const found = [...world.requests.values()].filter(SHOWN[shown]);
-  // Requests on workers first, the oldest at the top; then the queue in its order.
-  found.sort((one, two) => isWaiting(one) - isWaiting(two) || (isWaiting(one) ? inQueue(one, two) : one.arrived - two.arrived));
+  const found = SHOWN[shown](world);
   const rows = found.slice(0, all ? MAX_ROWS : ROWS);
   return html`<section class="live-requests" aria-label="Requests">
     <header>
@@ -65,7 +72,7 @@ export function Requests({ state: world, focus }) {
           <th scope="col">request</th><th scope="col">state</th><th scope="col">worker</th><th scope="col">tenant</th><th scope="col">priority</th>
           <th scope="col">prompt</th><th scope="col">cached</th><th scope="col">computed</th><th scope="col">output</th><th scope="col">blocks</th><th scope="col">preempted</th>
         </tr></thead>
-        <tbody>${rows.map((request) => html`<${Row} key=${request.id} request=${request} focus=${focus} />`)}</tbody>
+        <tbody>${rows.map((request) => html`<${Row} key=${`${request.id} ${request.arrived}`} request=${request} focus=${focus} />`)}</tbody>
       </table>
       ${!rows.length && html`<p class="empty">No request.</p>`}
     </div>
