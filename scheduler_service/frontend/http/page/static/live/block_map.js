@@ -6,7 +6,7 @@ import { Focus, useChanges, useDrawing, useWidth, whole } from "./changes.js";
 import { blocksOf, holdersOf, poolOf } from "./world.js";
 
 const MAX_HEIGHT = 320; // CSS pixels of one map
-const MAX_CELL = 14;
+const MAX_CELL = 14; // or a 90th of the map's width, on a wall's screen
 const LIT = 4;
 const UNKNOWN = 255;
 const NAMES = {
@@ -21,7 +21,7 @@ export class Cells {
     this.ratio = ratio;
     this.number = number;
     const pixels = Math.max(1, Math.floor(width * ratio));
-    this.size = Math.max(1, Math.floor(MAX_CELL * ratio));
+    this.size = Math.max(1, Math.floor(Math.max(MAX_CELL, width / 90) * ratio));
     while (this.size > 1 && Math.ceil(number / Math.floor(pixels / this.size)) * this.size > MAX_HEIGHT * ratio) this.size--;
     this.columns = Math.max(1, Math.floor(pixels / this.size));
     this.gap = this.size >= 4 ? Math.max(1, Math.round(this.size / 8)) : 0;

@@ -8,8 +8,8 @@ const percent = (value) => (Number.isFinite(value) ? `${value.toFixed(0)} %` : "
 const PLOTS = [
   { title: "Tokens a second", words: compact, lines: { output: "generated", prompt: "prompt" } },
   { title: "Requests", words: compact, lines: { running: "running", waiting: "waiting", swapped: "swapped" } },
-  { title: "Time to the first token", words: seconds, lines: { first50: "median", first95: "95 %" } },
-  { title: "Time between tokens", words: seconds, lines: { token50: "median of ended requests" } },
+  { title: "Time to the first token", words: seconds, lines: { first50: "median", first95: "95 %" }, least: 0.01 },
+  { title: "Time between tokens", words: seconds, lines: { token50: "median of ended requests" }, least: 0.01 },
   { title: "Prompt tokens found in the cache", words: percent, lines: { hits: "hits" }, most: 100 },
   { title: "Preemptions a second", words: compact, lines: { preemptions: "preemptions" } },
 ];
@@ -20,7 +20,7 @@ export function Plots({ state: world }) {
   </section>`;
 }
 
-function Plot({ world, title, words, lines, most }) {
+function Plot({ world, title, words, lines, most, least = 1 }) {
   const box = useRef();
   const plot = useRef(null);
   const legend = useRef();
@@ -33,12 +33,12 @@ function Plot({ world, title, words, lines, most }) {
     plot.current = new uPlot(
       {
         ...{ width, height: 110, legend: { show: false }, cursor: { show: false }, padding: [6, 16, 0, 0] },
-        scales: { x: { time: false }, y: { range: (_, low, high) => [0, most ?? Math.max(high * 1.1, 1e-3)] } },
+        scales: { x: { time: false }, y: { range: (_, low, high) => [0, most ?? Math.max(high * 1.1, least)] } },
         axes: [
           { ...axis, size: 18, gap: 2, space: 60, values: (_, splits) => splits.map((one) => (one ? `${one} s` : "now")) },
           { ...axis, size: 44, gap: 4, space: 26, values: (_, splits) => splits.map((one) => words(one).replace("–", "")) },
         ],
-        series: [{}, ...names.map((_, i) => ({ stroke: stroke(legend.current, i), width: 1.5, points: { show: false }, spanGaps: false }))],
+        series: [{}, ...names.map((_, i) => ({ stroke: stroke(legend.current, i), width: 1.5, points: { show: false }, spanGaps: true }))],
       },
       [[], ...names.map(() => [])],
       box.current,

@@ -120,7 +120,7 @@ export function Life({ state: world, focus }) {
       const to = list[i + 1]?.at ?? bar.to ?? world.at;
       return html`<li><i class=${`swatch swatch-${segment.phase}`}></i>${clock(segment.at)} ${segment.phase}
         ${segment.worker ? ` on ${segment.worker}` : ""} for ${seconds(Math.max(0, to - segment.at))}
-        ${segment.reason && html`<span class="why">${segment.reason}</span>`}</li>`;
+        ${segment.reason && segment.reason !== list[i - 1]?.reason && html`<span class="why">${segment.reason}</span>`}</li>`;
     })}</ol>
     ${blocks.length > 0 &&
     html`<p class="blocks">${many(blocks.length, "block")}: ${blocks.slice(0, 200).join(" ")}${blocks.length > 200 ? " …" : ""}</p>`}

@@ -118,7 +118,7 @@ function drawBars(canvas, bars, { now, span, width, colours, lit }) {
 function drawAxis(context, { now, span, width, height, ink, line, x }) {
   const most = width / 80;
   const step = [1, 2, 5, 10, 15, 30, 60, 120, 300].find((one) => span / one <= most) ?? 600;
-  context.font = "11px system-ui, sans-serif";
+  context.font = `${Math.min(AXIS - 4, 0.85 * parseFloat(getComputedStyle(context.canvas).fontSize))}px system-ui, sans-serif`;
   context.textBaseline = "bottom";
   for (let at = Math.ceil((now - span) / step) * step; at <= now; at += step) {
     if (at < 0) continue;
