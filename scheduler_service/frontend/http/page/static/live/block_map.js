@@ -11,7 +11,7 @@ const LIT = 4;
 const UNKNOWN = 255;
 const NAMES = {
   device: ["free", "held", "shared", "cached"],
-  host: ["free", "swapped", "swapped, shared", "cached"],
+  host: ["free", "swapped", "swapped and shared", "cached"],
 };
 const SWATCHES = { device: ["free", "held", "shared", "cached"], host: ["free", "swapped", "swapped", "cached"] };
 

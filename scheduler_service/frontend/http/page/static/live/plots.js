@@ -6,7 +6,8 @@ import { historyOf } from "./history.js";
 
 const percent = (value) => (Number.isFinite(value) ? `${value.toFixed(0)} %` : "–");
 const PLOTS = [
-  { title: "Tokens a second", words: compact, lines: { output: "generated", prompt: "prompt" } },
+  { title: "Generated tokens a second", words: compact, lines: { output: "all workers" } },
+  { title: "Prompt tokens a second", words: compact, lines: { prompt: "all workers" } },
   { title: "Requests", words: compact, lines: { running: "running", waiting: "waiting", swapped: "swapped" } },
   { title: "Time to the first token", words: seconds, lines: { first50: "median", first95: "95 %" }, least: 0.01 },
   { title: "Time between tokens", words: seconds, lines: { token50: "median of ended requests" }, least: 0.01 },

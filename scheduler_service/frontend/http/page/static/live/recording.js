@@ -120,11 +120,10 @@ export function RecordingView({ info }) {
     ${error && html`<p class="error" role="alert">The step cannot be shown: ${error}.</p>`}
     <section class="decisions" aria-label="Decisions of the step">
       <h3>${name}: decisions of step ${Math.max(0, shown)}</h3>
-      <ul aria-live=${playing ? "off" : "polite"}>${(shown < 0 ? ["…"] : world.decisions).map((text) => html`<li>${text}</li>`)}</ul>
-      ${shown >= 0 && !world.decisions.length && html`<p class="empty">The step decided nothing.</p>`}
+      <ul aria-live=${playing ? "off" : "polite"}>${(world.decisions.length ? world.decisions : ["nothing"]).map((text) => html`<li>${text}</li>`)}</ul>
       <p class="counts">${many(world.totals.running ?? 0, "running request")}, ${many(world.totals.waiting ?? 0, "waiting")}</p>
     </section>
-    <${Workers} state=${world} />
+    <${Workers} state=${world} still />
     <div class="pair"><${BlockMaps} state=${world} focus=${focus} /><${Life} state=${world} focus=${focus} /></div>
     <div class="pair"><${Requests} state=${world} focus=${focus} /><${Queue} state=${world} /></div>
   </div>`;

@@ -129,5 +129,8 @@ function drawAxis(context, { now, span, width, height, ink, line, x }) {
   }
 }
 
-/** 75 is "1:15". */
-export const clock = (at) => `${Math.floor(at / 60)}:${String(Math.floor(at % 60)).padStart(2, "0")}`;
+/** 75 is "1:15", and 3675 is "1:01:15". */
+export function clock(at) {
+  const digits = (value) => String(Math.floor(value) % 60).padStart(2, "0");
+  return at < 3600 ? `${Math.floor(at / 60)}:${digits(at)}` : `${Math.floor(at / 3600)}:${digits(at / 60)}:${digits(at)}`;
+}

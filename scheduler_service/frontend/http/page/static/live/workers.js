@@ -3,17 +3,18 @@ import { html, useRef } from "../vendor/preact.js";
 import { compact, seconds, useChanges, useDrawing, whole } from "./changes.js";
 import { historyOf } from "./history.js";
 
-export function Workers({ state: world }) {
+/** `still`: of a recording, which has no last minute. */
+export function Workers({ state: world, still = false }) {
   useChanges([world], 2);
   return html`<section class="live-workers" aria-label="Workers">
-    ${[...world.workers].map(([id, worker]) => html`<${Worker} key=${id} world=${world} id=${id} worker=${worker} />`)}
+    ${[...world.workers].map(([id, worker]) => html`<${Worker} key=${id} world=${world} id=${id} worker=${worker} still=${still} />`)}
   </section>`;
 }
 
 const WELL = new Set(["serving", "ready"]);
 const GOING = new Set(["starting", "draining", "drained", "connecting", "loading"]);
 
-function Worker({ world, id, worker }) {
+function Worker({ world, id, worker, still }) {
   const health = WELL.has(worker.state) ? "well" : GOING.has(worker.state) ? "going" : "ill";
   const used = worker.device_blocks ? 1 - worker.free_device / worker.device_blocks : 0;
   const figures = {
@@ -27,7 +28,7 @@ function Worker({ world, id, worker }) {
   };
   return html`<article class=${`worker ${health}`} aria-label=${`Worker ${id}, ${worker.state}`}>
     <header><h3>${id}</h3><span class="status">${worker.state}</span></header>
-    <${Spark} state=${world} worker=${id} />
+    ${!still && html`<${Spark} state=${world} worker=${id} />`}
     <dl>${Object.entries(figures).map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>
     ${worker.error && html`<p class="error">${worker.error}</p>`}
   </article>`;

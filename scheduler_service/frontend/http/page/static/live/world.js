@@ -73,7 +73,8 @@ export class World {
       return;
     }
     const { tables, ...rest } = fields;
-    const request = Object.assign(this.requests.get(id) ?? { id, tables: {} }, rest);
+    const known = "arrived" in fields ? undefined : this.requests.get(id); // only a new request has `arrived`
+    const request = Object.assign(known ?? { id, tables: {} }, rest);
     for (const [output, [from, blocks]] of Object.entries(tables ?? {})) {
       const table = [...(request.tables[output] ?? []).slice(0, from), ...blocks];
       if (table.length) request.tables[output] = table;
