@@ -3,6 +3,7 @@
 The tests need Debian's chromium and the packages playwright and axe-playwright-python, which nothing else needs.
 """
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from shutil import which
@@ -110,7 +111,15 @@ def serve(route: Any) -> None:
         step = int(parse_qs(url.query)["from"][0])
         route.fulfill(json=next(chunk for chunk in reversed(CHUNKS) if chunk["from"] <= step))
         return
+    if url.path == "/page/info":
+        route.fulfill(json={"keys": True, "learn": False, "recording": None, "version": "0"})
+        return
+    if url.path == "/page/feed":  # one frame, and the stream ends
+        is_admin = route.request.headers.get("authorization") == "Bearer secret"
+        route.fulfill(status=200 if is_admin else 403, body=f"data: {json.dumps(SNAPSHOT)}\n\n")
+        return
     file = STATIC / url.path.removeprefix("/static/") if url.path.startswith("/static/") else HERE / url.path[1:]
+    file = STATIC / "index.html" if url.path == "/" else file
     if file.is_file():
         headers = {"Content-Security-Policy": POLICY}
         route.fulfill(body=file.read_bytes(), content_type=TYPES[file.suffix], headers=headers)
@@ -278,3 +287,18 @@ def test_axe_finds_no_violation(page: Any) -> None:
         page.emulate_media(color_scheme=scheme)
         found = axe.Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"]
         assert [(one["id"], [node["html"][:200] for node in one["nodes"]]) for one in found] == []
+
+
+def test_the_page_asks_for_a_key_and_connects_again(tab: Any) -> None:
+    tab.goto("http://page.test/")
+    key = tab.get_by_label("An API key with admin")
+    key.fill("wrong")
+    key.press("Enter")
+    playwright.expect(tab.get_by_role("alert")).to_have_text("The server refuses this key: it must be one with admin.")
+    key.fill("secret")
+    key.press("Enter")
+    has_text(tab, ".pool .counts", "40 blocks")
+    status = tab.get_by_role("status")
+    playwright.expect(status).to_have_text("Not connected: the server ended the feed. What is shown is old.")
+    with tab.expect_request("**/page/feed"):
+        pass

@@ -11,7 +11,8 @@ export async function follow(world, key, tell, signal) {
   for (let wait = 250; !signal.aborted; wait = Math.min(2 * wait, MAX_WAIT_MS)) {
     try {
       const answer = await fetch("/page/feed", { headers: key ? { Authorization: `Bearer ${key}` } : {}, signal });
-      if (answer.status === 401 || answer.status === 403) throw new Refused("The server refuses this key: it must be one with admin.");
+      if (answer.status === 401 || answer.status === 403)
+        throw new Refused("The server refuses this key: it must be one with admin.");
       if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
       for await (const frame of frames(answer.body)) {
         if (frame.snapshot) tell("connected");
@@ -36,7 +37,9 @@ async function* frames(body) {
   try {
     for (;;) {
       let timer;
-      const silence = new Promise((_, fail) => (timer = setTimeout(() => fail(new Error("the server is silent")), SILENT_MS)));
+      const silence = new Promise(
+        (_, fail) => (timer = setTimeout(() => fail(new Error("the server is silent")), SILENT_MS)),
+      );
       const { value, done } = await Promise.race([reader.read(), silence]).finally(() => clearTimeout(timer));
       if (done) return;
       const lines = value.split("\n");

@@ -24,13 +24,15 @@ function Page({ info }) {
   return html`<header class="page-head"><h1>pagewire</h1>
       <p role="status">${info.recording ? "recording" : key === null ? "" : state}</p></header>
     <main>
-      ${info.recording
-        ? html`<h2>Recording</h2><${RecordingView} info=${info} />`
-        : key === null
-          ? html`<form class="key" onSubmit=${enter}><label for="key">An API key with admin</label>
+      ${
+        info.recording
+          ? html`<h2>Recording</h2><${RecordingView} info=${info} />`
+          : key === null
+            ? html`<form class="key" onSubmit=${enter}><label for="key">An API key with admin</label>
               <input id="key" type="password" autocomplete="off" required /><button>show</button>
               ${refusal && html`<p role="alert">${refusal}</p>`}</form>`
-          : html`<h2>Live</h2><${LiveView} state=${world} />`}
+            : html`<h2>Live</h2><${LiveView} state=${world} />`
+      }
     </main>`;
 }
 

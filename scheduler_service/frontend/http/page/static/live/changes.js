@@ -20,10 +20,13 @@ export function useDrawing(sources, hz, draw) {
     };
     const ask = () => {
       if (timer || frame) return;
-      timer = setTimeout(() => {
-        timer = 0;
-        frame = requestAnimationFrame(run);
-      }, period - (performance.now() % period));
+      timer = setTimeout(
+        () => {
+          timer = 0;
+          frame = requestAnimationFrame(run);
+        },
+        period - (performance.now() % period),
+      );
     };
     const ends = sources.map((source) => source.subscribe(ask));
     frame = requestAnimationFrame(run);
@@ -93,6 +96,10 @@ export const whole = (value) => (Number.isFinite(value) ? counts.format(value) :
 export const compact = (value) => (Number.isFinite(value) ? short.format(value) : "–");
 
 export const seconds = (value) =>
-  !Number.isFinite(value) ? "–" : value < 1 ? `${Math.round(value * 1000)} ms` : `${value.toFixed(value < 10 ? 2 : 1)} s`;
+  !Number.isFinite(value)
+    ? "–"
+    : value < 1
+      ? `${Math.round(value * 1000)} ms`
+      : `${value.toFixed(value < 10 ? 2 : 1)} s`;
 
 export const many = (number, noun) => `${whole(number)} ${noun}${number === 1 ? "" : "s"}`;

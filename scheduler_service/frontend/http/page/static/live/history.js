@@ -154,6 +154,9 @@ function phaseOf(request, bar, last, frame) {
 }
 
 function percentile(list, name, share) {
-  const values = list.map((one) => one[name]).filter((value) => value !== null).sort((a, b) => a - b);
+  const values = list
+    .map((one) => one[name])
+    .filter((value) => value !== null)
+    .sort((a, b) => a - b);
   return values.length ? values[Math.min(values.length - 1, Math.floor(share * values.length))] : null;
 }

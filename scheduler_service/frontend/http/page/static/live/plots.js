@@ -29,17 +29,39 @@ function Plot({ world, title, words, lines, most, least = 1 }) {
   const names = Object.keys(lines);
   useEffect(() => {
     if (!width) return undefined;
-    const style = getComputedStyle(box.current);
-    const axis = { stroke: style.color, grid: { stroke: style.borderTopColor, width: 1 }, ticks: { show: false }, font: "11px system-ui" };
+    // Functions, because the colour scheme may change while the plot lives.
+    const colour = (name) => () => getComputedStyle(box.current)[name];
+    const grid = { stroke: colour("borderTopColor"), width: 1 };
+    const axis = { stroke: colour("color"), grid, ticks: { show: false }, font: "11px system-ui" };
     plot.current = new uPlot(
       {
         ...{ width, height: 110, legend: { show: false }, cursor: { show: false }, padding: [6, 16, 0, 0] },
         scales: { x: { time: false }, y: { range: (_, low, high) => [0, most ?? Math.max(high * 1.1, least)] } },
         axes: [
-          { ...axis, size: 18, gap: 2, space: 60, values: (_, splits) => splits.map((one) => (one ? `${one} s` : "now")) },
-          { ...axis, size: 44, gap: 4, space: 26, values: (_, splits) => splits.map((one) => words(one).replace("–", "")) },
+          {
+            ...axis,
+            size: 18,
+            gap: 2,
+            space: 60,
+            values: (_, splits) => splits.map((one) => (one ? `${one} s` : "now")),
+          },
+          {
+            ...axis,
+            size: 44,
+            gap: 4,
+            space: 26,
+            values: (_, splits) => splits.map((one) => words(one).replace("–", "")),
+          },
         ],
-        series: [{}, ...names.map((_, i) => ({ stroke: stroke(legend.current, i), width: 1.5, points: { show: false }, spanGaps: true }))],
+        series: [
+          {},
+          ...names.map((_, i) => ({
+            stroke: stroke(legend.current, i),
+            width: 1.5,
+            points: { show: false },
+            spanGaps: true,
+          })),
+        ],
       },
       [[], ...names.map(() => [])],
       box.current,
@@ -51,13 +73,18 @@ function Plot({ world, title, words, lines, most, least = 1 }) {
     const { samples } = historyOf(world);
     if (!samples.length) return;
     const last = samples.at(-1);
-    plot.current?.setData([samples.map((one) => one.at - last.at), ...names.map((name) => samples.map((one) => one[name] ?? null))]);
-    legend.current.querySelectorAll("output").forEach((output, i) => (output.textContent = words(last[names[i]] ?? NaN)));
+    plot.current?.setData([
+      samples.map((one) => one.at - last.at),
+      ...names.map((name) => samples.map((one) => one[name] ?? null)),
+    ]);
+    legend.current
+      .querySelectorAll(".value")
+      .forEach((value, i) => (value.textContent = words(last[names[i]] ?? NaN)));
   };
   useDrawing([world], 1, draw);
   return html`<figure class="plot">
     <figcaption ref=${legend}><b>${title}</b>
-      ${names.map((name, i) => html`<span><i class=${`swatch swatch-line${i}`}></i>${lines[name]} <output>–</output></span>`)}
+      ${names.map((name, i) => html`<span><i class=${`swatch swatch-line${i}`}></i>${lines[name]} <span class="value">–</span></span>`)}
     </figcaption>
     <div class="drawing" ref=${box}></div>
   </figure>`;

@@ -115,7 +115,7 @@ export function RecordingView({ info }) {
       <label>steps a second <select value=${speed} onChange=${(event) => setSpeed(Number(event.target.value))}>
         ${SPEEDS.map((one) => html`<option value=${one}>${one}</option>`)}
       </select></label>
-      <output>step ${step} of ${last}, ${seconds(world.at)} of ${seconds(last_at - first_at)}</output>
+      <span class="counts">step ${step} of ${last}, ${seconds(world.at)} of ${seconds(last_at - first_at)}</span>
     </section>
     ${error && html`<p class="error" role="alert">The step cannot be shown: ${error}.</p>`}
     <section class="decisions" aria-label="Decisions of the step">

@@ -28,8 +28,9 @@ export function Queue({ state: world }) {
     <h3>Queue <span class="counts">${many(total, "request")}${total > waiting.length ? `, the first ${whole(waiting.length)} shown` : ""}</span></h3>
     ${waiting.length > 0 && waiting[0].reason && html`<p class="about">The head waits: ${waiting[0].reason}.</p>`}
     ${!total && html`<p class="empty">No request waits.</p>`}
-    ${groups.size > 0 &&
-    html`<table>
+    ${
+      groups.size > 0 &&
+      html`<table>
       <thead><tr><th scope="col">tenant</th><th scope="col">priority</th><th scope="col">waiting</th><th scope="col">prompt tokens</th><th scope="col">first place</th><th scope="col">first waits</th></tr></thead>
       <tbody>${[...groups.values()].slice(0, 12).map(
         ({ request, number, tokens }) => html`<tr key=${`${request.tenant} ${request.priority}`}>
@@ -37,7 +38,8 @@ export function Queue({ state: world }) {
           <td>${request.place == null ? "–" : request.place + 1}</td><td>${seconds(world.at - request.arrived)}</td>
         </tr>`,
       )}</tbody>
-    </table>`}
+    </table>`
+    }
     ${groups.size > 12 && html`<p class="empty">and ${groups.size - 12} more tenants and priorities</p>`}
   </section>`;
 }
@@ -46,11 +48,15 @@ export function Queue({ state: world }) {
 const inOrder = (one, two) =>
   isWaiting(one) - isWaiting(two) || (isWaiting(one) ? inQueue(one, two) : one.arrived - two.arrived);
 const going = (world) => [...world.requests.values()].sort(inOrder);
+const statusOf = (bar) => (bar.status || "ended").replaceAll("_", " ");
 const SHOWN = {
   all: going,
   "on workers": (world) => going(world).filter((request) => !isWaiting(request)),
   waiting: (world) => going(world).filter(isWaiting),
-  ended: (world) => historyOf(world).ended.toReversed().map((bar) => ({ ...bar.request, state: bar.status || "ended" })),
+  ended: (world) =>
+    historyOf(world)
+      .ended.toReversed()
+      .map((bar) => ({ ...bar.request, state: statusOf(bar) })),
 };
 
 export function Requests({ state: world, focus }) {
@@ -113,7 +119,7 @@ export function Life({ state: world, focus }) {
   };
   return html`<section class="live-life" aria-label=${`Request ${bar.id}`}>
     <header><h3>${bar.id}</h3><button type="button" onClick=${() => focus.select(null)}>close</button></header>
-    <p>${bar.to === null ? `${request.state}${request.worker ? ` on ${request.worker}` : ""}` : `${bar.status || "ended"} after ${seconds(bar.to - bar.from)}`}
+    <p>${bar.to === null ? `${request.state}${request.worker ? ` on ${request.worker}` : ""}` : `${statusOf(bar)} after ${seconds(bar.to - bar.from)}`}
       ${bar.error && html`<span class="error">: ${bar.error}</span>`}</p>
     <dl>${Object.entries(figures).map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>
     <ol>${bar.segments.slice(-40).map((segment, i, list) => {
@@ -122,7 +128,9 @@ export function Life({ state: world, focus }) {
         ${segment.worker ? ` on ${segment.worker}` : ""} for ${seconds(Math.max(0, to - segment.at))}
         ${segment.reason && segment.reason !== list[i - 1]?.reason && html`<span class="why">${segment.reason}</span>`}</li>`;
     })}</ol>
-    ${blocks.length > 0 &&
-    html`<p class="blocks">${many(blocks.length, "block")}: ${blocks.slice(0, 200).join(" ")}${blocks.length > 200 ? " …" : ""}</p>`}
+    ${
+      blocks.length > 0 &&
+      html`<p class="blocks">${many(blocks.length, "block")}: ${blocks.slice(0, 200).join(" ")}${blocks.length > 200 ? " …" : ""}</p>`
+    }
   </section>`;
 }

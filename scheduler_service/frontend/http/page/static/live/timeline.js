@@ -35,7 +35,9 @@ export function Timeline({ state: world, focus }) {
   const moved = (event) => {
     const bar = barAt(event);
     focus.hover(bar ? [bar.id] : []);
-    setAbout(bar ? `${bar.id}: ${bar.status || bar.segments.at(-1).phase}, ${seconds((bar.to ?? world.at) - bar.from)}` : "");
+    setAbout(
+      bar ? `${bar.id}: ${bar.status || bar.segments.at(-1).phase}, ${seconds((bar.to ?? world.at) - bar.from)}` : "",
+    );
   };
   const summary = `Timeline of the last ${span} seconds: ${many(history.bars.size, "request")} going on, ${many(
     visible().length - history.bars.size,
@@ -88,9 +90,17 @@ function drawBars(canvas, bars, { now, span, width, colours, lit }) {
       const to = bar.segments[i + 1]?.at ?? bar.to ?? now;
       if (to < now - span) return;
       // What runs keeps its full height; what waits is a thinner bar, so that work stands out.
-      const thin = segment.phase === "queued" || segment.phase === "preempted" || segment.phase === "moving" ? Math.floor(row / 4) : 0;
+      const thin =
+        segment.phase === "queued" || segment.phase === "preempted" || segment.phase === "moving"
+          ? Math.floor(row / 4)
+          : 0;
       const left = x(segment.at);
-      rectangles[PHASES.indexOf(segment.phase)]?.push([left, y + thin, Math.max(0.5, x(to) - left), row - gap - 2 * thin]);
+      rectangles[PHASES.indexOf(segment.phase)]?.push([
+        left,
+        y + thin,
+        Math.max(0.5, x(to) - left),
+        row - gap - 2 * thin,
+      ]);
       const before = bar.segments.slice(0, i).findLast((one) => one.worker !== null)?.worker;
       if (before && segment.worker && before !== segment.worker) notches.push([left - 1, y, 2, row - gap]);
     });
@@ -132,5 +142,7 @@ function drawAxis(context, { now, span, width, height, ink, line, x }) {
 /** 75 is "1:15", and 3675 is "1:01:15". */
 export function clock(at) {
   const digits = (value) => String(Math.floor(value) % 60).padStart(2, "0");
-  return at < 3600 ? `${Math.floor(at / 60)}:${digits(at)}` : `${Math.floor(at / 3600)}:${digits(at / 60)}:${digits(at)}`;
+  return at < 3600
+    ? `${Math.floor(at / 60)}:${digits(at)}`
+    : `${Math.floor(at / 3600)}:${digits(at / 60)}:${digits(at)}`;
 }

@@ -39,14 +39,18 @@ function Spark({ state: world, worker }) {
   const canvas = useRef();
   useDrawing([world], 1, () => {
     const { width, height } = canvas.current;
-    const values = historyOf(world).samples.slice(-60).map((sample) => sample.speeds[worker] ?? 0);
+    const values = historyOf(world)
+      .samples.slice(-60)
+      .map((sample) => sample.speeds[worker] ?? 0);
     const most = Math.max(1, ...values);
     const context = canvas.current.getContext("2d");
     context.clearRect(0, 0, width, height);
     context.strokeStyle = getComputedStyle(canvas.current).color;
     context.lineWidth = 3;
     context.beginPath();
-    values.forEach((value, i) => context.lineTo(width - ((values.length - 1 - i) * width) / 59, height - 3 - (value / most) * (height - 6)));
+    values.forEach((value, i) =>
+      context.lineTo(width - ((values.length - 1 - i) * width) / 59, height - 3 - (value / most) * (height - 6)),
+    );
     context.stroke();
   });
   return html`<canvas class="spark" ref=${canvas} width="240" height="64" role="img" aria-label="Tokens a second in the last minute"></canvas>`;
