@@ -3,7 +3,7 @@
 // two byte arrays (0.3 ms for 100,000 blocks) and the changed cells.
 import { html, useEffect, useMemo, useRef, useState } from "../vendor/preact.js";
 import { Focus, useChanges, useDrawing, useWidth, whole } from "./changes.js";
-import { blocksOf, holdersOf, poolOf } from "./world.js";
+import { blocksOf, holdersOf, poolOf, workersOf } from "./world.js";
 
 const MAX_HEIGHT = 320; // CSS pixels of one map
 const MAX_CELL = 14; // or a 90th of the map's width, on a wall's screen
@@ -191,7 +191,7 @@ export function BlockMaps({ state: world, focus: given }) {
           html`<li><i class=${`swatch swatch-${name}`}></i>${name === "lit" ? "of the request pointed at" : name}</li>`,
       )}
     </ul>
-    <div class="maps">${[...world.workers].map(
+    <div class="maps">${workersOf(world).map(
       ([id, worker]) => html`<section class="worker-maps" key=${id} aria-label=${`Pools of worker ${id}`}>
         <h3>${id} <span class="counts">${worker.state}</span></h3>
         ${

@@ -1,7 +1,7 @@
 // A recording: the frames of every step, fetched in chunks that begin with a key frame, and a slider over them.
 import { html, useEffect, useMemo, useRef, useState } from "../vendor/preact.js";
 import { BlockMaps } from "./block_map.js";
-import { Focus, many, seconds } from "./changes.js";
+import { Focus, many, seconds, whole } from "./changes.js";
 import { Life, Queue, Requests } from "./requests.js";
 import { Workers } from "./workers.js";
 import { World } from "./world.js";
@@ -121,7 +121,7 @@ export function RecordingView({ info }) {
     <section class="decisions" aria-label="Decisions of the step">
       <h3>${name}: decisions of step ${Math.max(0, shown)}</h3>
       <ul aria-live=${playing ? "off" : "polite"}>${(world.decisions.length ? world.decisions : ["nothing"]).map((text) => html`<li>${text}</li>`)}</ul>
-      <p class="counts">${many(world.totals.running ?? 0, "running request")}, ${many(world.totals.waiting ?? 0, "waiting")}</p>
+      <p class="counts">${many(world.totals.running ?? 0, "running request")}, ${whole(world.totals.waiting ?? 0)} waiting</p>
     </section>
     <${Workers} state=${world} still />
     <div class="pair"><${BlockMaps} state=${world} focus=${focus} /><${Life} state=${world} focus=${focus} /></div>

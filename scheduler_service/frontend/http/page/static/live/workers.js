@@ -2,12 +2,13 @@
 import { html, useRef } from "../vendor/preact.js";
 import { compact, seconds, useChanges, useDrawing, whole } from "./changes.js";
 import { historyOf } from "./history.js";
+import { workersOf } from "./world.js";
 
 /** `still`: of a recording, which has no last minute. */
 export function Workers({ state: world, still = false }) {
   useChanges([world], 2);
   return html`<section class="live-workers" aria-label="Workers">
-    ${[...world.workers].map(([id, worker]) => html`<${Worker} key=${id} world=${world} id=${id} worker=${worker} still=${still} />`)}
+    ${workersOf(world).map(([id, worker]) => html`<${Worker} key=${id} world=${world} id=${id} worker=${worker} still=${still} />`)}
   </section>`;
 }
 

@@ -91,6 +91,9 @@ function write(states, runs) {
   }
 }
 
+/** The workers in the order of their names: snapshots may have another. */
+export const workersOf = (world) => [...world.workers].sort(([one], [two]) => (one < two ? -1 : 1));
+
 /** The pool that a request's tables point into: a swapped request's blocks are on its worker's host. */
 export const poolOf = (request) => (request.state === "swapped" ? "host" : "device");
 
