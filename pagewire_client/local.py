@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import queue
+import select
 import signal
 import subprocess
 import sys
@@ -26,7 +27,8 @@ class ServerError(Exception):
     """A service could not be started. The message is its last line."""
 
 
-def start_process(module: str, arguments: Sequence[str]) -> "subprocess.Popen[str]":
+def start_process(module: str, arguments: Sequence[str], pipes: Sequence[int] = ()) -> "subprocess.Popen[str]":
+    """`pipes`: file descriptors that the process inherits."""
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         stdin=subprocess.DEVNULL,
@@ -35,6 +37,7 @@ def start_process(module: str, arguments: Sequence[str]) -> "subprocess.Popen[st
         errors="replace",
         start_new_session=True,  # Ctrl-C reaches only the parent, which stops its children in order
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        pass_fds=pipes,
     )
 
 
@@ -58,12 +61,14 @@ class ServiceProcess:
     `describe` returns the line that is printed for an event of the log; empty for none.
     """
 
-    def __init__(self, module: str, arguments: Sequence[str], describe: Describe = no_line) -> None:
+    def __init__(
+        self, module: str, arguments: Sequence[str], describe: Describe = no_line, pipes: Sequence[int] = ()
+    ) -> None:
         self.module = module
         self._describe = describe
         self.last_words = ""
         self._events: queue.Queue[dict[str, object] | None] = queue.Queue()
-        self.process = start_process(module, ["--log-format", "json", *arguments])
+        self.process = start_process(module, ["--log-format", "json", *arguments], *([pipes] if pipes else ()))
         assert self.process.stderr is not None
         self._reader = threading.Thread(target=self._read, args=(self.process.stderr,), daemon=True)
         self._reader.start()
@@ -135,7 +140,10 @@ class ServiceProcess:
 
 
 class LocalServer:
-    """A scheduler and a worker on this machine. Raises ServerError if either does not start."""
+    """A scheduler and a worker on this machine. Raises ServerError if either does not start.
+
+    `learns`: the page of the HTTP port may kill the worker, which `wait` starts again.
+    """
 
     def __init__(
         self,
@@ -145,16 +153,18 @@ class LocalServer:
         worker_arguments: Sequence[str] = (),
         timeout: float = 600.0,
         describe: Describe = no_line,
+        learns: bool = False,
     ) -> None:
         self.processes: list[ServiceProcess] = []
         self._describe = describe
+        self._worker_arguments = ["--model", model, *worker_arguments]
+        self._worker_address = ""
+        self._kills: int | None = None  # a pipe, of which each byte asks for a kill
         try:
-            worker = self._start("worker_service", ["--model", model, *worker_arguments])
-            worker_address = str(worker.wait_for("listening", timeout)["address"])
-            scheduler = self._start(
-                "scheduler_service",
-                [*ADMIN, *HTTP, "--workers", worker_address, *scheduler_arguments],
-            )
+            worker = self._start("worker_service", self._worker_arguments)
+            self._worker_address = worker_address = str(worker.wait_for("listening", timeout)["address"])
+            arguments = [*ADMIN, *HTTP, "--workers", worker_address, *scheduler_arguments]
+            scheduler = self._start_learning(arguments) if learns else self._start("scheduler_service", arguments)
             self.admin_target = str(scheduler.wait_for("admin listening", timeout)["address"])
             listening = scheduler.wait_for("listening", timeout)
             self.target = str(listening["address"])
@@ -165,20 +175,43 @@ class LocalServer:
             self.stop()
             raise
 
-    def _start(self, module: str, arguments: Sequence[str]) -> ServiceProcess:
-        process = ServiceProcess(module, ["--listen", "127.0.0.1:0", *arguments], self._describe)
+    def _start(self, module: str, arguments: Sequence[str], pipes: Sequence[int] = ()) -> ServiceProcess:
+        process = ServiceProcess(module, ["--listen", "127.0.0.1:0", *arguments], self._describe, pipes)
         self.processes.append(process)
         return process
+
+    def _start_learning(self, arguments: Sequence[str]) -> ServiceProcess:
+        self._kills, theirs = os.pipe()
+        try:
+            return self._start("scheduler_service", ["--learn-pipe", str(theirs), *arguments], [theirs])
+        finally:
+            os.close(theirs)
 
     def wait(self) -> None:
         """Wait until one of the services ends, and raise ServerError then."""
         while all(process.process.poll() is None for process in self.processes):
-            time.sleep(LOOK_SECONDS)
+            if self._kills is None:
+                time.sleep(LOOK_SECONDS)
+            elif select.select([self._kills], [], [], LOOK_SECONDS)[0]:
+                if os.read(self._kills, 64):
+                    self.renew_worker()
+                else:  # the scheduler has ended
+                    time.sleep(LOOK_SECONDS)
         ended = next(process for process in self.processes if process.process.poll() is not None)
         raise ServerError(ended.last_words or f"{ended.module} ended with status {ended.process.returncode}")
 
+    def renew_worker(self) -> None:
+        """Kill the worker, and start another at its address."""
+        self.processes[0].process.kill()
+        self.processes[0].stop()
+        arguments = [*self._worker_arguments, "--listen", self._worker_address]
+        self.processes[0] = ServiceProcess("worker_service", arguments, self._describe)
+
     def stop(self) -> list[int]:
         """Stop the scheduler, then the worker. Returns their exit statuses."""
+        if self._kills is not None:
+            os.close(self._kills)
+            self._kills = None
         statuses = [process.stop() for process in reversed(self.processes)]
         self.processes.clear()
         return statuses

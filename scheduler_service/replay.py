@@ -11,7 +11,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from pagewire_common.connection.address import join_address, parse_address, split_address
+from pagewire_common.serving.listening import cannot_listen
+from scheduler_service.recording.chunks import Chunks
 from scheduler_service.recording.format import RecordingError
+from scheduler_service.recording.frames import RecordedFrames
 from scheduler_service.recording.perfetto import TraceWriter
 from scheduler_service.recording.progress import with_progress
 from scheduler_service.recording.replayer import DifferenceError, Replayer
@@ -25,6 +29,7 @@ exit status:
 
 
 PROGRAM = "scheduler_service.replay"
+DEFAULT_LISTEN = "127.0.0.1:8001"
 
 
 def make_parser(program: str) -> argparse.ArgumentParser:
@@ -38,7 +43,24 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--perfetto", type=Path, metavar="OUT.json", help="write a trace of workers and requests for ui.perfetto.dev"
     )
+    parser.add_argument(
+        "--page", action="store_true", help="show the recording in a page for browsers, until a signal arrives"
+    )
+    parser.add_argument(
+        "--http-listen",
+        metavar="HOST:PORT",
+        type=_address,
+        default=DEFAULT_LISTEN,
+        help="with --page: address to serve the page on (default %(default)s)",
+    )
     return parser
+
+
+def _address(text: str) -> str:
+    try:
+        return parse_address(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def parse_arguments(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> argparse.Namespace:
@@ -49,6 +71,8 @@ def main(program: str = PROGRAM) -> None:
     arguments = parse_arguments(program=program)
     began = time.perf_counter()
     replayer = Replayer()
+    chunks = Chunks()
+    frames = RecordedFrames(replayer, chunks) if arguments.page else None
     status, problem = 0, ""
     try:
         with contextlib.ExitStack() as stack:
@@ -56,9 +80,13 @@ def main(program: str = PROGRAM) -> None:
             if arguments.perfetto is not None:
                 trace = TraceWriter(stack.enter_context(arguments.perfetto.open("w")), replayer)
                 stack.callback(trace.close)
+            if frames is not None:
+                stack.callback(frames.close)
             for moment in with_progress(replayer, arguments.recording):
                 if trace is not None:
                     trace.add(moment)
+                if frames is not None:
+                    frames.add(moment)
     except DifferenceError as error:
         status, problem = 1, str(error)
     except RecordingError as error:
@@ -77,7 +105,23 @@ def main(program: str = PROGRAM) -> None:
         "seconds": time.perf_counter() - began,
     }
     sys.stdout.write(json.dumps(report) + "\n")
+    if frames is not None and frames.num_steps:
+        sys.stdout.flush()
+        _serve(program, arguments, frames, chunks)
     sys.exit(status)
+
+
+def _serve(program: str, arguments: argparse.Namespace, frames: RecordedFrames, chunks: Chunks) -> None:
+    from scheduler_service.frontend.http.page.recording import listening_socket, recording_page, serve_recording
+
+    host, port = split_address(arguments.http_listen)
+    try:
+        listening = listening_socket(host, port)
+    except OSError:
+        sys.exit(f"{program}: {cannot_listen(arguments.http_listen, '--http-listen')}")
+    address = join_address(host, listening.getsockname()[1])
+    sys.stderr.write(f"the recording is at http://{address}; Ctrl-C ends this\n")
+    serve_recording(recording_page(arguments.recording, frames, chunks), listening)
 
 
 if __name__ == "__main__":

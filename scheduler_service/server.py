@@ -87,6 +87,7 @@ async def serve(settings: SchedulerSettings, place: Place, pipe: int) -> None:
     metrics = SchedulerMetrics(
         front_ends, lambda: engine.fleet.agreement.model_name, vllm_names=settings.vllm_metric_names
     )
+    front_ends.pages.commands = admin.commands
     front_ends.scrapes.read = lambda: metrics_text(metrics.families)
     security = settings.security()
 

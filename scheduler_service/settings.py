@@ -70,6 +70,12 @@ class SchedulerSettings(ServiceSettings):
         description="origins, separated by commas, of which pages in browsers may call the HTTP API, such as "
         "https://chat.example.com; * allows all; by default none",
     )
+    page: bool = Field(True, description="serve a page for browsers at / of the HTTP port")
+    learn_pipe: int | None = Field(
+        None,
+        ge=3,
+        description="file descriptor by which the page asks pagewire serve to kill its worker and start it again",
+    )
     response_template: Path | None = Field(
         None,
         description="JSON file that says how the model writes reasoning and tool calls, in transformers' format of "

@@ -43,7 +43,9 @@ def serve(arguments: argparse.Namespace) -> None:
         *("--listen", arguments.grpc_listen or _free(DEFAULT_TARGET)),
         *("--admin-listen", arguments.admin_listen or _free(DEFAULT_ADMIN_LISTEN)),
     ]
-    with LocalServer(arguments.model or "default", scheduler_arguments=addresses, describe=request_line) as server:
+    with LocalServer(
+        arguments.model or "default", scheduler_arguments=addresses, describe=request_line, learns=True
+    ) as server:
         model = asyncio.run(_served_model(server.target, arguments.api_key))
         scheme, _, address = server.http_url.partition("://")
         host, _, port = address.rpartition(":")

@@ -272,6 +272,10 @@ class Scheduler:
         return self._in_flight.outputs
 
     @property
+    def in_flight(self) -> StepsInFlight:
+        return self._in_flight
+
+    @property
     def answered_at(self) -> float:
         return self._in_flight.answered_at
 

@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("--listen", required=True, help="HOST:PORT to serve clients on, shared with other front ends")
     parser.add_argument("--http-listen", help="HOST:PORT to serve HTTP on, shared with other front ends")
     parser.add_argument("--http-allow-origin", action="append", default=[], help="origin of pages that may call")
+    parser.add_argument("--no-page", action="store_true", help="serve no page at /")
     parser.add_argument("--response-template", type=Path, help="how the model writes reasoning and tool calls")
     parser.add_argument("--receive-timeout", type=float, default=60.0, help="seconds for an HTTP request to arrive")
     parser.add_argument("--grace", type=float, default=0.0, help="seconds for streams after SIGUSR1")
@@ -56,6 +57,7 @@ def main() -> None:
             arguments.receive_timeout,
             arguments.grace,
             frozenset(arguments.http_allow_origin),
+            not arguments.no_page,
         )
         template = arguments.response_template
         response_template = json.loads(template.read_text()) if template is not None else None

@@ -63,7 +63,8 @@ def front_end_server(
 
 class Ports(NamedTuple):
     """The ports of a front end. `http`: HOST:PORT of HTTP, or None without HTTP. `grace`: seconds that streams have to
-    end when the front end drains. `origins`: the origins of web pages that may call.
+    end when the front end drains. `origins`: the origins of web pages that may call. `page`:
+    whether the page at / is served.
     """
 
     listen: str
@@ -73,6 +74,7 @@ class Ports(NamedTuple):
     receive_timeout: float = 60.0
     grace: float = 0.0
     origins: frozenset[str] = frozenset()
+    page: bool = True
 
 
 async def serve(
@@ -97,7 +99,8 @@ async def _serve(link: EngineLink, ports: Ports) -> int:
         if link.welcome.done():
             security, most = ports.security, ports.max_connections
             server = front_end_server(link, shares_port=True, security=security, max_connections=most)
-            http = HttpServer(link, Limits(most, ports.receive_timeout), security, Origins(ports.origins))
+            limits, origins = Limits(most, ports.receive_timeout), Origins(ports.origins)
+            http = HttpServer(link, limits, security, origins, has_page=ports.page)
             if ports.http is not None:
                 await http.start(ports.http)
             address = await server.start(ports.listen, "front end listening")

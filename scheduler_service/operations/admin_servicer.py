@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -36,6 +37,18 @@ class AdminServicer(AdminServiceServicer):
 
     def close(self) -> None:
         self._closed.set()
+
+    @property
+    def commands(self) -> dict[str, Callable[[Any, Any], Awaitable[Any]]]:
+        """The methods that pages may call, by the field of their request in `Administer`."""
+        return {
+            "drain_worker": self.DrainWorker,
+            "undrain_worker": self.UndrainWorker,
+            "reset_prefix_cache": self.ResetPrefixCache,
+            "load_adapter": self.LoadAdapter,
+            "unload_adapter": self.UnloadAdapter,
+            "list_adapters": self.ListAdapters,
+        }
 
     async def GetClusterState(self, request: pb.GetClusterStateRequest, context: Context) -> pb.GetClusterStateResponse:
         return pb.GetClusterStateResponse(state=cluster_state(self._front_ends))

@@ -242,6 +242,8 @@ def front_end_arguments(settings: SchedulerSettings, place: Place) -> list[str]:
     arguments = ["--engine", place.engine, "--listen", place.listen, "--grace", str(settings.grace)]
     if place.http_listen is not None:
         arguments += ["--http-listen", place.http_listen, "--receive-timeout", str(settings.receive_timeout)]
+    if not settings.page:
+        arguments += ["--no-page"]
     for origin in settings.http_allow_origin:
         arguments += ["--http-allow-origin", origin]
     if settings.response_template is not None:

@@ -1,7 +1,7 @@
 """Replays a recording, and compares each decision of the core with the recorded one. Plans are compared as bytes."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -71,6 +71,8 @@ class Moment(NamedTuple):
     """The event's field in RecordedEvent."""
     end: int = 0
     """Offset after the event, in bytes."""
+    is_loss: bool = False
+    """Whether a session ended because its worker was lost."""
 
 
 class Replayer:
@@ -84,6 +86,11 @@ class Replayer:
         self._sessions: dict[int, Session] = {}
         self._numbers: dict[object, int] = {}  # of sessions, by scheduler
         self._groups: dict[str, SequenceGroup] = {}  # unfinished
+
+    @property
+    def sessions(self) -> Iterable[Session]:
+        """The open sessions."""
+        return self._sessions.values()
 
     def run(self, path: Path) -> Iterator[Moment]:
         """Raises DifferenceError at the first difference, and RecordingError for an unusable file."""
@@ -153,7 +160,7 @@ class Replayer:
             session, "the loss of its worker", lambda: session.scheduler.release_all(at, blames=not end.is_blameless)
         )
         self._compare_ids(session, "ends for lost workers", end.ended_request_ids, ended)
-        return Moment(at, session, ended or ())
+        return Moment(at, session, ended or (), is_loss=not end.is_blameless)
 
     def _admission(self, admission: pb.RecordedAdmission, at: float) -> Moment:
         session = self._sessions[admission.session]

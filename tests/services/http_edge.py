@@ -14,10 +14,15 @@ from scheduler_service.frontend.link.engine_link import EngineLink
 
 @asynccontextmanager
 async def http_edge(
-    link: EngineLink, limits: Limits | None = None, security: Security = OPEN, origins: Origins | None = None
+    link: EngineLink,
+    limits: Limits | None = None,
+    security: Security = OPEN,
+    origins: Origins | None = None,
+    *,
+    has_page: bool = True,
 ) -> AsyncIterator[str]:
     """Its URL."""
-    server, address = HttpServer(link, limits or Limits(), security, origins), free_address()
+    server, address = HttpServer(link, limits or Limits(), security, origins, has_page=has_page), free_address()
     await server.start(address)
     try:
         port = address.rpartition(":")[2]

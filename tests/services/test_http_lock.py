@@ -114,14 +114,25 @@ def raw(served: Served, head: str, body: bytes = b"") -> tuple[int, bytes]:
     return int(answer.split()[1]), answer
 
 
-def test_every_route_is_closed_without_a_key_but_health(served: Served) -> None:
+def test_every_route_is_closed_without_a_key_but_health_and_the_files_of_the_page(served: Served) -> None:
     """Whether there is such a route is told to those alone that have a key."""
-    paths = ["/v1/models", "/v1/edits", "/workers", "/", "/metrics", "/v1/../workers", "/flush_cache", "/%0a"]
+    paths = [
+        "/v1/models",
+        "/v1/edits",
+        "/workers",
+        "/page/feed",
+        "/page/adapters",
+        "/static/x",
+        "/metrics",
+        "/v1/../workers",
+        "/flush_cache",
+        "/%0a",
+    ]
     lines = [f"GET {path}" for path in paths]
     lines += [f"POST /v1/{path}" for path in ("chat/completions", "completions", "rerank", "score", "embeddings")]
     for key in ("", f"\r\nAuthorization: Bearer {KEYS['gold']}x", "\r\nAuthorization: Bearer é"):
         assert {raw(served, f"{line} HTTP/1.1{key}")[0] for line in [*lines, "POST /v1/audio/transcriptions"]} == {401}
-    for path in ("/health", "/liveness", "/ping", "/readiness"):
+    for path in ("/health", "/liveness", "/ping", "/readiness", "/", "/page/info"):
         assert [raw(served, f"{method} {path} HTTP/1.1")[0] for method in ("GET", "HEAD")] == [200, 200]
 
 

@@ -7,7 +7,7 @@ A key is expected if a running sequence will compute its block in a step that is
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 
 Content = bytes | int
@@ -25,6 +25,9 @@ class Evictor:
 
     def __contains__(self, block: int) -> bool:
         return block in self._blocks
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._blocks)
 
     def add(self, block: int) -> None:
         self._blocks[block] = None
@@ -83,6 +86,8 @@ class BlockAllocator:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._evictor = Evictor()
         self.num_lost = 0  # times that a key ceased to find a block
+        self.changed: set[int] | None = None
+        """Blocks whose holders or place in the cache have changed, collected for a viewer; None without a viewer."""
 
     @property
     def num_free(self) -> int:
@@ -96,6 +101,8 @@ class BlockAllocator:
             block = self._evictor.evict()
             self._forget(block)
         self._ref_counts[block] = 1
+        if self.changed is not None:
+            self.changed.add(block)
         return block
 
     def share(self, block: int) -> None:
@@ -104,6 +111,8 @@ class BlockAllocator:
                 raise ValueError(f"block {block} is free and cannot be shared")
             self._evictor.remove(block)
         self._ref_counts[block] += 1
+        if self.changed is not None:
+            self.changed.add(block)
 
     def free(self, block: int) -> None:
         """Remove one holder. Raises ValueError if the block is free."""
@@ -116,9 +125,21 @@ class BlockAllocator:
             else:
                 self._keys[block] = None
                 self._free.append(block)
+        if self.changed is not None:
+            self.changed.add(block)
 
     def ref_count(self, block: int) -> int:
         return self._ref_counts[block]
+
+    @property
+    def ref_counts(self) -> Sequence[int]:
+        """The holders of every block, by block number."""
+        return self._ref_counts
+
+    @property
+    def cached(self) -> Evictor:
+        """The free blocks that can still be found."""
+        return self._evictor
 
     @property
     def num_findable(self) -> int:
@@ -177,12 +198,16 @@ class BlockAllocator:
             if block in self._evictor:
                 self._evictor.remove(block)
                 self._free.append(block)
+                if self.changed is not None:
+                    self.changed.add(block)
             self._forget(block)
 
     def withdraw_all(self) -> None:
         """Remove all keys; held blocks stay held. A key takes 0.7 µs."""
         for block in range(self.num_blocks):
             self._forget(block)
+        if self.changed is not None:
+            self.changed.update(self._evictor)
         while self._evictor:
             self._free.append(self._evictor.evict())
 

@@ -23,6 +23,8 @@ class PlacementRecord:
     swapped_at: float = 0.0
     num_moves: int = 0
     """Moves to another worker after a swap."""
+    reason: str = ""
+    """Name of the `PlacementReason` of the last admission."""
 
 
 @dataclass(slots=True)

@@ -200,6 +200,8 @@ class SequenceGroup:
     """Parent of the request's trace spans; empty without tracing."""
     error: str | None
     """Reason why the group ended without service, as a sentence for the client."""
+    ends: tuple[SequenceStatus, ...]
+    """Statuses of the outputs of a disbanded group."""
 
     def __init__(
         self,
@@ -242,9 +244,11 @@ class SequenceGroup:
         self.history = History()
         self.trace_parent = ""
         self.error = None
+        self.ends = ()
 
     def disband(self) -> None:
         """Drop the sequences of an ended group, which refer to the group and would need the garbage collector."""
+        self.ends = tuple(sequence.status for sequence in self.sequences)
         self.sequences = []
         self.encoder = None
 

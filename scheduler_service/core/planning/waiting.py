@@ -267,6 +267,7 @@ class WaitingPlanner:
         group = placement.group
         self._groups.admit(group)
         group.placement.prefix_waits.clear()
+        group.placement.reason = placement.reason.name
         group.history.num_worker_changes += group.history.worker not in (None, self._worker)
         group.history.worker = self._worker
         leader = group.live[0]

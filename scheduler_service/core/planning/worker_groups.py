@@ -21,13 +21,22 @@ from scheduler_service.core.queues.waiting_queue import WaitingQueue
 
 class StepsInFlight:
     """The steps that a worker has not answered, the oldest first. `prompt_seconds`: duration of the last step of
-    prompts alone."""
+    prompts alone. `answered_steps`, `answered_tokens`, `answered_seconds`: sums over the session's answered steps."""
 
-    __slots__ = ("answered_at", "outputs", "prompt_seconds")
+    __slots__ = (
+        "answered_at",
+        "answered_seconds",
+        "answered_steps",
+        "answered_tokens",
+        "outputs",
+        "prompt_seconds",
+    )
 
     def __init__(self) -> None:
         self.outputs: deque[SchedulerOutput] = deque()
         self.answered_at = float("-inf")
+        self.answered_steps = self.answered_tokens = 0
+        self.answered_seconds = 0.0
         self.prompt_seconds = 0.0
 
     @property
@@ -60,6 +69,9 @@ class StepsInFlight:
         seconds = now - self.began_at
         self.outputs.popleft()
         self.answered_at = now
+        self.answered_steps += 1
+        self.answered_tokens += output.num_tokens
+        self.answered_seconds += seconds
         if output.prompts_began is not None:
             self.prompt_seconds = now - output.prompts_began
         return seconds

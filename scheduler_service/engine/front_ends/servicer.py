@@ -15,6 +15,7 @@ from scheduler_service.access.keys import Keyring
 from scheduler_service.engine.calls.admission import unread_bytes
 from scheduler_service.engine.calls.calls import Call, Outbox
 from scheduler_service.engine.engine import Engine
+from scheduler_service.engine.front_ends.pages import Pages
 from scheduler_service.engine.front_ends.scrapes import Scrapes
 from scheduler_service.engine.front_ends.stored_entries import StoredEntries
 from scheduler_service.statistics.counts import CountsByTenant
@@ -59,6 +60,7 @@ class FrontEnds(EngineServiceServicer):
         self.connections: set[FrontEndConnection] = set()
         self.entries = StoredEntries()
         self.scrapes = Scrapes(lambda: engine.keyring)
+        self.pages = Pages(engine)
         self.is_serving = False
         self.is_over = False
         self._changed = asyncio.Event()
@@ -183,6 +185,7 @@ class FrontEndConnection:
                 unread_bytes=most_bytes,
                 cache_secret=engine.cache_secret,
                 resume_secret=engine.settings.resume_key,
+                can_kill_worker=engine.settings.learn_pipe is not None,
                 prefix_caching=engine.settings.prefix_caching,
                 keys=None if engine.keyring is None else engine.keyring.encode(),
             ),
@@ -200,6 +203,7 @@ class FrontEndConnection:
         """Close all calls; their clients are disconnected too."""
         for reading in self._reading:
             reading.cancel()
+        self._front_ends.pages.leave(self.outbox)
         for call in self._calls.values():
             self._engine.close(call)
         self._calls.clear()
@@ -301,19 +305,14 @@ class FrontEndConnection:
             case "abort":
                 found = self._engine.requests.abort(event.abort.key)
                 self.outbox.tell(event.call, answer=pb.Answer(found=found))
-            case "store_entry":
-                self._front_ends.entries.store(event.store_entry.tenant, event.store_entry.id, event.store_entry.data)
-                self.outbox.tell(event.call, answer=pb.Answer())
-            case "read_entry":
-                data = self._front_ends.entries.read(event.read_entry.tenant, event.read_entry.id)
-                self.outbox.tell(event.call, answer=pb.Answer(found=data is not None, data=data or b""))
-            case "delete_entry":
-                found = self._front_ends.entries.delete(event.delete_entry.tenant, event.delete_entry.id)
-                self.outbox.tell(event.call, answer=pb.Answer(found=found))
+            case "store_entry" | "read_entry" | "delete_entry":
+                self.outbox.tell(event.call, answer=self._front_ends.entries.answer(event))
             case "read_metrics":
                 reading = asyncio.create_task(self._tell_metrics(event.call, event.read_metrics.authorization))
                 self._reading.add(reading)
                 reading.add_done_callback(self._reading.discard)
+            case "open_feed" | "close_feed" | "administer":
+                self._front_ends.pages.take(self.outbox, event)
             case "close":
                 if (closed := self._calls.pop(event.call, None)) is not None:
                     self._engine.close(closed, event.close.finished if event.close.HasField("finished") else None)

@@ -5,6 +5,8 @@ The texts are in the engine's memory, because clients reach any front end. They 
 
 from collections import OrderedDict
 
+from pagewire.v1 import engine_service_pb2 as pb
+
 MAX_BYTES = 64 << 20
 """Bytes of all tenants' texts."""
 TENANT_BYTES = 16 << 20
@@ -25,6 +27,16 @@ class StoredEntries:
         self._most_bytes, self._tenant_bytes, self._tenant_entries = most_bytes, tenant_bytes, tenant_entries
         self._entries: dict[str, OrderedDict[str, bytes]] = {}  # of each tenant, the least recently used text first
         self._num_bytes: dict[str, int] = {}  # of each tenant
+
+    def answer(self, event: pb.FrontendEvent) -> pb.Answer:
+        """The answer to StoreEntry, ReadEntry or DeleteEntry."""
+        if event.HasField("store_entry"):
+            self.store(event.store_entry.tenant, event.store_entry.id, event.store_entry.data)
+            return pb.Answer()
+        if event.HasField("read_entry"):
+            data = self.read(event.read_entry.tenant, event.read_entry.id)
+            return pb.Answer(found=data is not None, data=data or b"")
+        return pb.Answer(found=self.delete(event.delete_entry.tenant, event.delete_entry.id))
 
     def store(self, tenant: str, entry_id: str, data: bytes) -> None:
         """Store a text, which may be too large to stay."""

@@ -25,6 +25,7 @@ from scheduler_service.frontend.http.call import Call
 from scheduler_service.frontend.http.cors import Origins
 from scheduler_service.frontend.http.errors import RETRY_AFTER, HttpError, grpc_name, http_status, invalid, refused_by
 from scheduler_service.frontend.http.limits import Held, Limits, Room, client_of
+from scheduler_service.frontend.http.page.routes import Page
 from scheduler_service.frontend.http.port import Port, Runner
 from scheduler_service.frontend.http.resuming.event_ids import HEADER
 from scheduler_service.frontend.http.routes import RESUMABLE, Api, find_api, find_route
@@ -54,9 +55,16 @@ class HttpServer:
     """Serves HTTP for the engine behind `link`, from `start` to `stop`. Create the server inside the event loop."""
 
     def __init__(
-        self, link: EngineLink, limits: Limits, security: Security = OPEN, origins: Origins | None = None
+        self,
+        link: EngineLink,
+        limits: Limits,
+        security: Security = OPEN,
+        origins: Origins | None = None,
+        *,
+        has_page: bool = True,
     ) -> None:
         self._link, self._limits, self._security = link, limits, security
+        self._page = Page(link) if has_page else None
         self._origins = origins or Origins()
         self._service = Service(link)
         self._room = Room()
@@ -97,6 +105,7 @@ class HttpServer:
     async def close(self, seconds: float) -> None:
         """Accept no further connections, and stop when no request is open, at the latest after `seconds`."""
         self._is_closing = True
+        self._link.feed.end_all()
         if self._port is not None:
             await self._port.close()
             self._port = None
@@ -194,6 +203,9 @@ class HttpServer:
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         """Answer a request. Raises HttpError or RequestError if no part of the answer was sent."""
+        page = self._page
+        if page is not None and (shown := page.show(request)) is not None:
+            return shown
         if (keyring := self._link.keyring) is not None:
             values = request.headers.getall("Authorization", [])
             if not values:  # Anthropic's clients send the key in another header
@@ -201,7 +213,8 @@ class HttpServer:
             caller.set(key := keyring.authenticate([("authorization", value) for value in values]))
             self._link.refusals.check(key, time.monotonic())
         path = request.rel_url.raw_path
-        if (route := find_route(request.method, path)) is None:
+        found = page.find_route(request.method, path) if page is not None else None
+        if (route := found or find_route(request.method, path)) is None:
             raise HttpError(404, "not_found", f"{request.method} {path}"[:MAX_SHOWN] + " is not served here")
         if path not in RESUMABLE and request.headers.get(HEADER):
             raise invalid(f"{path[:MAX_SHOWN]} has no streams that {HEADER} could resume", HEADER)

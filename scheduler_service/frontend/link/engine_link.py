@@ -24,6 +24,7 @@ from scheduler_service.access.caller import caller
 from scheduler_service.access.keys import Keyring
 from scheduler_service.access.refusals import Refusals
 from scheduler_service.frontend.link.engine_connection import GONE, EngineConnection
+from scheduler_service.frontend.link.feed import Feed
 from scheduler_service.frontend.link.model_loading import ModelLoading
 from scheduler_service.frontend.link.request_registry import RequestRegistry
 from scheduler_service.frontend.link.stored_texts import StoredTexts
@@ -128,6 +129,7 @@ class EngineLink:
         self.loading = ModelLoading(self.connection, response_template)
         self.admissions = Admissions()
         self.stored = StoredTexts(self.connection)
+        self.feed = Feed(self.connection)
         self.welcome: asyncio.Future[pb.Welcome] = asyncio.get_running_loop().create_future()
         self.tracer = tracer
         self.keyring: Keyring | None = None
@@ -198,6 +200,12 @@ class EngineLink:
         )
         return answer.data
 
+    async def administer(self, authorization: str, **command: Any) -> bytes:
+        """Run an operator's command, whose field in `Administer` is the keyword. Returns the serialized response.
+        Raises RequestError."""
+        asked = pb.Administer(authorization=authorization, **command)
+        return (await self.connection.ask(self.connection.new_number(), administer=asked)).data
+
     # ---- the engine's messages
 
     async def run(self) -> bool:
@@ -219,12 +227,14 @@ class EngineLink:
             log.error("no engine with this model has come")
         finally:
             self._stop_restoring()
+            self.feed.end_all()
             self.loading.cancel()
             self.requests.fail_all(self.connection.finish())
         return False
 
     def _lose(self) -> None:
         self._stop_restoring()
+        self.feed.end_all()
         self.connection.hold()
         self.loading.forget_files()
         self.serving = False
@@ -266,6 +276,8 @@ class EngineLink:
                 row = event.row
             if event.HasField("answer"):
                 self.connection.answer(event.call, event.answer)
+            elif event.HasField("feed"):
+                self.feed.take(event.call, event.feed.data)
             elif event.call:
                 self.requests.take(event, now)
             else:

@@ -1,0 +1,1 @@
+"""The page at / of the HTTP port: its files, its feed, and operators' commands. See docs/page.md."""

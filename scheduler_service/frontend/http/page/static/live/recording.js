@@ -1,0 +1,130 @@
+// A recording: the frames of every step, fetched in chunks that begin with a key frame, and a slider over them.
+import { html, useEffect, useMemo, useRef, useState } from "../vendor/preact.js";
+import { BlockMaps } from "./block_map.js";
+import { Focus, many, seconds, whole } from "./changes.js";
+import { Life, Queue, Requests } from "./requests.js";
+import { Workers } from "./workers.js";
+import { World } from "./world.js";
+
+const KEPT_CHUNKS = 8;
+const SPEEDS = [1, 5, 20, 60]; // steps a second
+
+/** The world at any step of a recording. `fetchChunk(step)` returns the chunk that contains the step. */
+export class Recording {
+  world = new World();
+  #chunks = []; // {from, frames}, the last used at the end
+  #chunk = null; // of the world's step
+  #next = 0; // frame of the chunk that is applied next
+
+  constructor(fetchChunk) {
+    this.fetchChunk = fetchChunk;
+  }
+
+  async seek(step) {
+    const chunk = await this.#find(step);
+    if (chunk !== this.#chunk || step < this.world.step) {
+      this.#chunk = chunk;
+      this.#next = 0;
+    }
+    const { frames } = chunk;
+    // The first frame is applied in any case: it is a snapshot and brings the world into the chunk.
+    do this.world.apply(frames[this.#next++]);
+    while (this.#next < frames.length && frames[this.#next].step <= step);
+  }
+
+  async #find(step) {
+    let chunk = this.#chunks.find(({ frames }) => frames[0].step <= step && step <= frames.at(-1).step);
+    if (!chunk) {
+      chunk = await this.fetchChunk(step);
+      if (!chunk.frames.length) throw new Error(`the server has no frame of step ${step}`);
+    }
+    this.#chunks = [...this.#chunks.filter((one) => one !== chunk), chunk].slice(-KEPT_CHUNKS);
+    return chunk;
+  }
+}
+
+async function fetchChunk(step) {
+  const answer = await fetch(`/page/recording?from=${step}`);
+  if (!answer.ok) throw new Error(`the server answered ${answer.status} to step ${step}`);
+  return answer.json();
+}
+
+export function RecordingView({ info }) {
+  const { name, num_steps, first_at, last_at } = info.recording;
+  const recording = useMemo(() => new Recording(fetchChunk), [name]);
+  const focus = useMemo(() => new Focus(), [name]);
+  const [step, setStep] = useState(0);
+  const [shown, setShown] = useState(-1);
+  const [speed, setSpeed] = useState(5);
+  const [playing, setPlaying] = useState(false);
+  const [error, setError] = useState("");
+  const wanted = useRef(0);
+  const busy = useRef(false);
+  const last = num_steps - 1;
+  const { world } = recording;
+
+  // One seek at a time, always to the newest wish: a slider that is dragged wishes faster than chunks arrive.
+  const go = async (to) => {
+    wanted.current = Math.max(0, Math.min(last, to));
+    setStep(wanted.current);
+    if (busy.current) return;
+    busy.current = true;
+    try {
+      let at;
+      do {
+        at = wanted.current;
+        await recording.seek(at);
+        setShown(at);
+      } while (at !== wanted.current);
+      setError("");
+    } catch (problem) {
+      setPlaying(false);
+      setError(problem.message);
+    } finally {
+      busy.current = false;
+    }
+  };
+  useEffect(() => void go(0), [recording]);
+  useEffect(() => {
+    if (!playing) return undefined;
+    const timer = setInterval(() => {
+      if (document.hidden || busy.current) return;
+      if (wanted.current >= last) setPlaying(false);
+      else go(wanted.current + 1);
+    }, 1000 / speed);
+    return () => clearInterval(timer);
+  }, [playing, speed, recording]);
+  const keyed = (event) => {
+    if (event.target.matches("input, select, textarea, canvas")) return; // they have their own keys
+    const steps = { ArrowRight: 1, ArrowLeft: -1, PageDown: 10, PageUp: -10 };
+    if (!(event.key in steps)) return;
+    go(wanted.current + steps[event.key]);
+    event.preventDefault();
+  };
+  const toggle = () => {
+    if (!playing && wanted.current >= last) go(0);
+    setPlaying(!playing);
+  };
+  return html`<div class="live recording" onKeyDown=${keyed}>
+    <section class="player" aria-label="Steps of the recording">
+      <button type="button" onClick=${toggle}>${playing ? "pause" : "play"}</button>
+      <button type="button" aria-label="one step back" onClick=${() => go(step - 1)} disabled=${step <= 0}>‹</button>
+      <input type="range" min="0" max=${last} value=${step} aria-label="step" aria-valuetext=${`step ${step} of ${last}`}
+        onInput=${(event) => (setPlaying(false), go(Number(event.target.value)))} />
+      <button type="button" aria-label="one step on" onClick=${() => go(step + 1)} disabled=${step >= last}>›</button>
+      <label>steps a second <select value=${speed} onChange=${(event) => setSpeed(Number(event.target.value))}>
+        ${SPEEDS.map((one) => html`<option value=${one}>${one}</option>`)}
+      </select></label>
+      <span class="counts">step ${step} of ${last}, ${seconds(world.at)} of ${seconds(last_at - first_at)}</span>
+    </section>
+    ${error && html`<p class="error" role="alert">The step cannot be shown: ${error}.</p>`}
+    <section class="decisions" aria-label="Decisions of the step">
+      <h3>${name}: decisions of step ${Math.max(0, shown)}</h3>
+      <ul aria-live=${playing ? "off" : "polite"}>${(world.decisions.length ? world.decisions : ["nothing"]).map((text) => html`<li>${text}</li>`)}</ul>
+      <p class="counts">${many(world.totals.running ?? 0, "running request")}, ${whole(world.totals.waiting ?? 0)} waiting</p>
+    </section>
+    <${Workers} state=${world} still />
+    <div class="pair"><${BlockMaps} state=${world} focus=${focus} /><${Life} state=${world} focus=${focus} /></div>
+    <div class="pair"><${Requests} state=${world} focus=${focus} /><${Queue} state=${world} /></div>
+  </div>`;
+}
