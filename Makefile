@@ -6,7 +6,7 @@ PROTOS := $(wildcard protos/pagewire/v1/*.proto)
 PIP := $(BIN)/pip install --disable-pip-version-check --no-compile -c constraints.txt
 COMPOSE := $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: setup serving proto demo demo-embed demo-transcribe test test-kernels fuzz chaos soak compat test-gpu lint fmt docs docs-check pictures release up down bench bench-all bench-gpu
+.PHONY: setup serving proto demo demo-embed demo-transcribe test test-kernels fuzz chaos soak compat operators test-gpu lint fmt docs docs-check pictures release up down bench bench-all bench-gpu
 # Bytecode is compiled on first import, because most modules of transformers are never imported. PYTHONDONTWRITEBYTECODE
 # must be unset, or every process would compile them again.
 export PYTHONDONTWRITEBYTECODE :=
@@ -85,6 +85,11 @@ soak: setup
 compat: setup
 	PEER="$(PEER)" PYTHONPATH="$(CURDIR):$(CURDIR)/protos" $(BIN)/python tests/compat/run.py $(CLIENT:%=--only "%") $(MODEL:%=--model %) \
   $(VECTORS:%=--vectors %) $(PAIRS:%=--pairs %) $(PAGE:%=--page %)
+
+# Checks deploy/ with kubectl, the schemas of operators, Grafana and Prometheus. They are installed into a temporary
+# folder, or into FOLDER, which keeps them.
+operators: setup
+	PYTHONPATH="$(CURDIR):$(CURDIR)/protos:$(CURDIR)/tests:$(CURDIR)/tests/deploy" $(BIN)/python tests/operators/run.py $(FOLDER:%=--folder "%")
 
 # The tests of Triton's kernels and of the worker's model code, on a machine with a GPU. PYTHON must have torch, triton,
 # transformers, pytest, hypothesis and peft, and this project's own packages. Without a network, PEER brings these: see
