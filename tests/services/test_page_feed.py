@@ -208,6 +208,9 @@ async def test_the_files_need_no_key_and_are_cached(byte_tokenizer_directory: Pa
             tag = answer.headers["ETag"]
         async with session.get("/static/index.html", headers={"If-None-Match": tag}) as answer:
             assert answer.status == 304
+        for path in ("/", "/page/info"):
+            async with session.head(path) as answer:
+                assert (answer.status, await answer.read()) == (200, b"")
         async with session.get("/static/../files.py", headers=ADMIN) as answer:
             assert answer.status == 404
 
