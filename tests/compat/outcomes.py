@@ -26,7 +26,7 @@ class Row(NamedTuple):
         print(f"{self.client:18} {' '.join(outcome.what.split())[:MAX_SHOWN]:40} {outcome.result}", flush=True)
         self.outcomes.append(outcome)
 
-    def count(self, result: str) -> int:
+    def number_of(self, result: str) -> int:
         return sum(outcome.number for outcome in self.outcomes if outcome.result == result)
 
 
@@ -34,7 +34,7 @@ def table(rows: Iterable[Row]) -> str:
     """A line for each client, with the reasons of its checks that failed or were skipped."""
     lines = [f"{'client':18} passed  failed  skipped  seconds  reasons"]
     for row in rows:
-        numbers = f"{row.count('pass'):6}  {row.count('fail'):6}  {row.count('skip'):7}  {row.seconds:7.0f}"
+        numbers = f"{row.number_of('pass'):6}  {row.number_of('fail'):6}  {row.number_of('skip'):7}  {row.seconds:7.0f}"
         reasons = [" ".join(one.what.split())[:MAX_SHOWN] for one in row.outcomes if one.result in ("fail", "skip")]
         lines.append(f"{row.client:18} {numbers}  {'; '.join(reasons)}".rstrip())
     return "\n".join(lines)

@@ -81,7 +81,7 @@ def main() -> None:
         if "vllm" in wanted:
             rows.append(_run("vllm", lambda: _run_vllm(folder / "vllm_tests", models, arguments.page)))
     print("", table(rows), sep="\n")
-    sys.exit(any(row.count("fail") for row in rows))
+    sys.exit(any(row.number_of("fail") for row in rows))
 
 
 def _run(name: str, check: Callable[[], Iterable[Outcome]]) -> Row:
@@ -125,7 +125,8 @@ def _checks(folder: Path, environment: dict[str, str], client: Client) -> Iterat
     done = subprocess.run(["timeout", str(CLIENT_SECONDS), *command], env=own, capture_output=True, text=True)
     for line in done.stdout.splitlines():
         if line.startswith(("pass ", "fail ", "skip ", " ")):
-            yield Outcome(*line.partition(" ")[::2])
+            result, _, what = line.partition(" ")
+            yield Outcome(result, what)
     if done.returncode:
         yield Outcome("fail", f"{client.program} ended with {done.returncode}: {done.stderr.strip()[-200:]}")
 
