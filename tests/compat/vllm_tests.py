@@ -10,14 +10,15 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from outcomes import Outcome
 from safetensors.torch import load_file, save_file
-from vllm_reasons import Result, report
+from vllm_reasons import OTHER, Result, reason_of, report
 
 from pagewire_client.local import LocalServer
 from worker_service.loading.model_store import find_model
@@ -63,8 +64,10 @@ GROUPS = {
 }
 
 
-def run_vllm_tests(folder: Path, python: str, models: Mapping[str, str], page: Path | None) -> bool:
-    """Run the tests of each group whose model is named, and print their results by reason. True if any passes.
+def run_vllm_tests(folder: Path, python: str, models: Mapping[str, str], page: Path | None) -> Iterator[Outcome]:
+    """Run the tests of each group whose model is named, and write their results by reason.
+
+    A test that does not pass counts as skipped if it has a reason, else as failed.
 
     `page`: a file for the table, instead of the output.
     """
@@ -78,7 +81,11 @@ def run_vllm_tests(folder: Path, python: str, models: Mapping[str, str], page: P
             results += _run_group(root, home, python, group, _prepared(models[name], home))
     table = report(results, VERSION, {name: Path(model).name for name, model in models.items()})
     page.write_text(table) if page is not None else print(table)
-    return any(result.kind == "passed" for result in results)
+    passed = sum(result.kind == "passed" for result in results)
+    unknown = [result.test for result in results if result.kind != "passed" and reason_of(result) == OTHER]
+    yield Outcome("pass" if passed else "fail", "tests", passed or 1)
+    yield Outcome("skip", "tests that do not pass for a reason of the table", len(results) - passed - len(unknown))
+    yield from (Outcome("fail", f"{test} has no reason") for test in unknown)
 
 
 def _run_group(root: Path, home: Path, python: str, group: Group, model: Path) -> list[Result]:

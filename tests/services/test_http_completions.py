@@ -242,7 +242,7 @@ async def test_a_stream_has_its_usage_at_the_end(client: openai.AsyncOpenAI) -> 
         ({"prompt": "x", "top_k": -2}, 400, "top_k: "),
         ({"prompt": "x", "suffix": "y"}, 400, "suffix is not supported here"),
         ({"prompt": "x", "logit_bias": {"80": 101}}, 400, "logit_bias[80] is 101"),
-        ({"prompt": "x", "logit_bias": {"a": 1}}, 400, "logit_bias has 'a'"),
+        ({"prompt": "x", "logit_bias": {"a": 1, "b": 2}}, 400, "logit_bias has 'a': 1, 'b': 2; it must"),
         ({"prompt": "x", "stop": ["y"] * 17}, 400, "stop has 17 strings; it may have 16"),
         ({"prompt": "x", "bad_words": ["y"] * 65}, 400, "bad_words"),
         ({"prompt": "x", "stop_token_ids": [5] * 65}, 400, "stop_token_ids"),

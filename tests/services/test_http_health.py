@@ -34,6 +34,8 @@ async def test_readiness_follows_the_last_worker_within_two_seconds(byte_tokeniz
             await becomes((200, ""))
         await becomes((503, "1"))
         assert await status_of(session, "/health") == (200, "")
+        async with session.get("/health", headers={"X-Request-Id": "mine"}) as answer:
+            assert answer.headers["X-Request-Id"] == "mine"
         async with serving(FakeWorkerService(byte_tokenizer_directory), address):
             await until(lambda: one.workers.serving)
             await becomes((200, ""))

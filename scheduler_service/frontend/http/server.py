@@ -162,13 +162,13 @@ class HttpServer:
                 self._is_idle.set()
 
     async def _logged_answer(self, request: web.Request) -> web.StreamResponse:
+        api = find_api(request.rel_url.raw_path)
+        request_id = request[_NAME] = _request_id(request, api)
         if (probe := self._probe(request) or self._origins.preflight(request)) is not None:
             return probe
         began, route = time.monotonic(), f"{request.method} {request.rel_url.raw_path}"[:MAX_SHOWN]
         # All requests of a connection share a task, so every request sets its context variables anew.
         structlog.contextvars.clear_contextvars()
-        api = find_api(request.rel_url.raw_path)
-        request_id = request[_NAME] = _request_id(request, api)
         structlog.contextvars.bind_contextvars(route=route, **({"client_request_id": request_id} if request_id else {}))
         caller.set(None)
         request_size.set(request.content_length or 0)

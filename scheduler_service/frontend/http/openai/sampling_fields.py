@@ -13,6 +13,8 @@ from scheduler_service.frontend.http.errors import HttpError, invalid
 from scheduler_service.frontend.model import ServedModel
 
 Outputs = Annotated[int, Field(ge=1, le=MAX_N)]
+MAX_SHOWN = 4
+"""Wrong entries of `logit_bias` that an error shows."""
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
 _AS_THEY_ARE = (
     *NUMBERS,
@@ -176,10 +178,14 @@ def _read_bias(given: dict[str, Any] | None) -> dict[int, float]:
     given = given or {}
     if len(given) > MAX_LOGIT_BIASES:
         raise invalid(f"logit_bias has {len(given)} entries; it may have {MAX_LOGIT_BIASES}", "logit_bias")
-    for key, bias in given.items():
-        if not _TOKEN_ID.fullmatch(key) or isinstance(bias, bool) or not isinstance(bias, int | float):
-            shown = f"{key[:20]!r}: {str(bias)[:20]}"
-            raise invalid(f"logit_bias has {shown}; it must have token ids and numbers", "logit_bias")
+    wrong = [
+        (key, bias)
+        for key, bias in given.items()
+        if not _TOKEN_ID.fullmatch(key) or isinstance(bias, bool) or not isinstance(bias, int | float)
+    ]
+    if wrong:
+        shown = ", ".join(f"{key[:20]!r}: {str(bias)[:20]}" for key, bias in wrong[:MAX_SHOWN])
+        raise invalid(f"logit_bias has {shown}; it must have token ids and numbers", "logit_bias")
     try:
         return {int(key): float(bias) for key, bias in given.items()}
     except OverflowError:
