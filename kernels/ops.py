@@ -96,6 +96,7 @@ class Ops(Protocol):
         soft_cap: float | None = None,
         bias: Tensor | None = None,
         causal: bool = True,
+        sinks: Tensor | None = None,
     ) -> Tensor: ...
 
     def shared_tokens(self, groups: int, head_dim: int, dtype: torch.dtype) -> int: ...

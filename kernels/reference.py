@@ -78,6 +78,7 @@ def paged_attention(
     soft_cap: float | None = None,
     bias: Tensor | None = None,
     causal: bool = True,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`softmax(q kᵀ * scale) v`: query tokens attend to their sequence up to themselves (Kwon et al., 2023).
 
@@ -91,9 +92,12 @@ def paged_attention(
     Entry d is for the key d tokens before the query; the last entry is for all larger distances.
 
     causal: if false (cross-attention), query tokens attend to all `context_lens` tokens, at least one, and may be more.
+    sinks: a learned score of each head, [num_heads] float32, contiguous. The score takes part in the softmax like that
+    of a key whose value is zero (gpt-oss; OpenAI, 2025). It is neither scaled nor capped.
+
     `check_attention_options` checks combinations.
     """
-    check_attention_options(query, window, soft_cap, bias, causal)
+    check_attention_options(query, window, soft_cap, bias, causal, sinks)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     starts, block_size = metadata.query_start.tolist(), layer_cache.shape[2]
     groups = query.shape[1] // layer_cache.shape[3]
@@ -116,7 +120,7 @@ def paged_attention(
         visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
         added = None if bias is None else bias[:, distance.clamp(0, bias.shape[1] - 1)]
         output[start:stop] = _attend(
-            query[start:stop].transpose(0, 1), keys, values, visible, scale, soft_cap, added
+            query[start:stop].transpose(0, 1), keys, values, visible, scale, soft_cap, added, sinks
         ).transpose(0, 1)
     return output
 
@@ -227,10 +231,11 @@ def _attend(
     scale: float,
     soft_cap: float | None,
     bias: Tensor | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """query: [heads, n, head_dim]; keys, values: [heads, context, head_dim]; visible: [n, context] bool; bias: [heads,
-    n, context] float32."""
-    if soft_cap is None and bias is None:
+    n, context] float32; sinks: [heads] float32."""
+    if soft_cap is None and bias is None and sinks is None:
         return functional.scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=scale)
     scores = query.float() @ keys.float().transpose(1, 2) * scale
     if soft_cap is not None:
@@ -238,4 +243,7 @@ def _attend(
     if bias is not None:
         scores = scores + bias
     scores = scores.masked_fill_(~visible, -torch.inf)
-    return (scores.softmax(dim=-1) @ values.float()).to(query.dtype)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(-1, scores.shape[1], 1)), dim=-1)
+    weights = scores.softmax(dim=-1)[..., : keys.shape[1]]
+    return (weights @ values.float()).to(query.dtype)

@@ -5,10 +5,22 @@ from torch import Tensor
 
 
 def check_attention_options(
-    query: Tensor, window: int | None, soft_cap: float | None, bias: Tensor | None, causal: bool
+    query: Tensor,
+    window: int | None,
+    soft_cap: float | None,
+    bias: Tensor | None,
+    causal: bool,
+    sinks: Tensor | None = None,
 ) -> None:
-    """Raise ValueError for options that exclude each other, or a bias of wrong shape or type. Soft cap and bias exclude
-    each other: no network defines which applies first."""
+    """Raise ValueError for options that exclude each other, or a bias or sinks of wrong shape or type. Soft cap and
+    bias exclude each other: no network defines which applies first."""
+    if sinks is not None:
+        fits = sinks.shape == query.shape[1:2] and sinks.dtype is torch.float32 and sinks.is_contiguous()
+        if not (fits and sinks.device == query.device):
+            raise ValueError(
+                f"the sinks are {tuple(sinks.shape)} of {sinks.dtype} on {sinks.device}; they must be contiguous "
+                f"float32 of ({query.shape[1]} heads) on {query.device}"
+            )
     if not causal and (window is not None or bias is not None):
         raise ValueError("attention that is not causal supports neither a window nor a bias")
     if bias is None:

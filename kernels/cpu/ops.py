@@ -57,8 +57,9 @@ def paged_attention(
     soft_cap: float | None = None,
     bias: Tensor | None = None,
     causal: bool = True,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    check_attention_options(query, window, soft_cap, bias, causal)
+    check_attention_options(query, window, soft_cap, bias, causal, sinks)
     output: Tensor = _library.paged_attention(
         query,
         layer_cache,
@@ -70,6 +71,7 @@ def paged_attention(
         soft_cap or 0.0,
         bias,
         causal,
+        sinks,
     )
     return output
 

@@ -31,8 +31,10 @@ class Case:
         soft_cap: float | None = None,
         bias: Tensor | None = None,
         causal: bool = True,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        return self.attend(self.query, self.layer_cache, self.metadata, self.scale, window, soft_cap, bias, causal)
+        options = (window, soft_cap, bias, causal, sinks)
+        return self.attend(self.query, self.layer_cache, self.metadata, self.scale, *options)
 
     def check(
         self,
@@ -40,8 +42,9 @@ class Case:
         soft_cap: float | None = None,
         bias: Tensor | None = None,
         causal: bool = True,
+        sinks: Tensor | None = None,
     ) -> None:
-        found = self.run(window, soft_cap, bias, causal)
+        found = self.run(window, soft_cap, bias, causal, sinks)
         assert found.shape == self.query.shape
         assert found.dtype is self.query.dtype
         assert found.is_contiguous()
@@ -53,8 +56,9 @@ class Case:
             block_tables=self.metadata.block_tables.to(cpu),
         )
         query, layer_cache = self.query.to(cpu, torch.float32), self.layer_cache.to(cpu, torch.float32)
-        bias = None if bias is None else bias.to(cpu)
-        expected = reference.paged_attention(query, layer_cache, metadata, self.scale, window, soft_cap, bias, causal)
+        bias, sinks = (None if option is None else option.to(cpu) for option in (bias, sinks))
+        options = (window, soft_cap, bias, causal, sinks)
+        expected = reference.paged_attention(query, layer_cache, metadata, self.scale, *options)
         torch.testing.assert_close(found.to(cpu, torch.float32), expected, atol=self.tolerance, rtol=self.tolerance)
 
 

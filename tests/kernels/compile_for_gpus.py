@@ -102,7 +102,11 @@ def launches(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
         return
     yield "split decode over a whole context", lambda: attention(1, 8000, kv_heads=1, causal=False)
     yield "heads of 256 with a bias", lambda: attention(500, 2000, head_dim=256, bias=bias)
-    yield "heads of 80, a window, a soft cap", lambda: attention(9, 8000, groups=7, head_dim=80, window=9, soft_cap=5.0)
+    sinks = empty(56, dtype=torch.float32)
+    yield (
+        "heads of 80, a window, a soft cap, sinks",
+        lambda: attention(9, 8000, groups=7, head_dim=80, window=9, soft_cap=5.0, sinks=sinks),
+    )
     floats = empty(5, 32, dtype=torch.float32)
     ids = empty(5, dtype=torch.int64)
     yield "rms_norm", lambda: ops.rms_norm(empty(5, 4096), empty(4096), 1e-5)
@@ -165,9 +169,10 @@ def invariant_launches(capability: int) -> Iterator[tuple[str, list[Callable[[],
     """Launches that must use the same kernel, or products with the same order of sums."""
     by_position = partial(attention, attend=invariant.paged_attention)
     shapes: list[dict[str, Any]] = [{}, {"head_dim": 256}, {"groups": 7, "head_dim": 64, "window": 9}]
+    shapes[2]["sinks"] = empty(56, dtype=torch.float32)
     for shape in shapes if capability == 90 else shapes[:1]:
         yield (
-            f"attention by position {shape}",
+            f"attention by position { {name: size for name, size in shape.items() if name != 'sinks'} }",
             [
                 *(partial(by_position, *batch, **shape) for batch in INVARIANT_BATCHES),
                 partial(by_position, 1, 8000, shares=True, **shape),

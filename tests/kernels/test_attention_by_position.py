@@ -15,7 +15,10 @@ from kernels.triton import invariant
 
 ops = strict(invariant)
 module = import_module("kernels.triton.attention.attention_by_position")
-OPTIONS: list[dict[str, object]] = [{}, {"window": 70}, {"window": 600}, {"soft_cap": 2.0}, {"bias": True}]
+SINKS = torch.tensor([-3.0, 0.5, 6.0], device=DEVICE)
+OPTIONS: list[dict[str, object]] = [
+    {}, {"window": 70, "sinks": SINKS}, {"window": 600}, {"soft_cap": 2.0}, {"bias": True}
+]  # fmt: skip
 
 
 def by_position(lens: list[tuple[int, int]], **shape: int) -> Case:
@@ -31,6 +34,7 @@ def test_attention_is_that_of_eager_torch(lens: list[tuple[int, int]], dtype: to
     case.check(window=600, bias=randn(3, 33))
     case.check(soft_cap=2.0)
     case.check(causal=False)
+    case.check(sinks=SINKS)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -64,6 +64,7 @@ def reference_attention(
     soft_cap: float | None,
     bias: Tensor | None = None,
     causal: bool = True,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """In float32, with zeros where nothing may be read."""
     tables = metadata.block_tables.clamp(0, len(cache) - 1)
@@ -71,7 +72,7 @@ def reference_attention(
         metadata.query_start, metadata.context_lens, tables, metadata.max_query_len, metadata.max_context_len
     )
     zeroed = cache.float().nan_to_num(0)
-    return reference.paged_attention(query.float(), zeroed, safe, 0.3, window, soft_cap, bias, causal)
+    return reference.paged_attention(query.float(), zeroed, safe, 0.3, window, soft_cap, bias, causal, sinks)
 
 
 @contextmanager
@@ -191,19 +192,24 @@ def test_neither_neighbours_nor_threads_change_a_bit(
 
 @stored_both_ways
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (None, 2.0), (70, None), (700, None)])
+@pytest.mark.parametrize(
+    ("window", "soft_cap", "sinks"),
+    [(None, None, None), (None, 2.0, None), (70, None, None), (700, None, torch.linspace(-2, 6, 6))],
+)
 def test_the_tokens_that_are_computed_with_one_do_not_change_a_bit_of_it(
     kernels: ModuleType,
     dtype: torch.dtype,
     window: int | None,
     soft_cap: float | None,
+    sinks: Tensor | None,
     store: Callable[[Tensor], Tensor],
 ) -> None:
     """One by one, as decodes; in chunks of any size, as prompts and as guesses; across ends of tiles and parts."""
     length = 1300
     query, cache, metadata = attention_case([(length, length)], (6, 2, 64), 16, dtype, window)
     cache = store(cache)
-    whole = kernels.paged_attention(query, cache, metadata, 0.3, window, soft_cap)
+    options = (window, soft_cap, None, True, sinks)
+    whole = kernels.paged_attention(query, cache, metadata, 0.3, *options)
     for size in (1, 2, 5, 9, 64, 500):
         for start in (0, 500, 505, 1020, 1270):
             stop = min(start + size, length)
@@ -213,8 +219,18 @@ def test_the_tokens_that_are_computed_with_one_do_not_change_a_bit_of_it(
             chunk = AttentionMetadata.build([stop - start], [stop], tables, CPU)
             for count in (1, 3):  # with several, a few tokens of one sequence are split over their keys
                 with threads(count):
-                    found = kernels.paged_attention(query[start:stop], cache, chunk, 0.3, window, soft_cap)
+                    found = kernels.paged_attention(query[start:stop], cache, chunk, 0.3, *options)
                 assert torch.equal(found, whole[start:stop])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sinks_take_part_in_the_softmax(kernels: ModuleType, dtype: torch.dtype) -> None:
+    lens = [(1, 1), (1, 65), (40, 100), (3, 130), (1, 1030), (7, 600)]
+    sinks = torch.tensor([-30.0, -1.0, 0.0, 2.0, 9.0, 90.0])
+    for window in (None, 70):
+        query, cache, metadata = attention_case(lens, (6, 2, 64), 16, dtype, window)
+        found = kernels.paged_attention(query, cache, metadata, 0.3, window, None, None, True, sinks)
+        close(found, reference_attention(query, cache, metadata, window, None, sinks=sinks), dtype)
 
 
 ODD_HEADS = [((9, 3, 64), 16), ((2, 2, 5), 1), ((40, 1, 80), 16)]

@@ -33,13 +33,14 @@ class Case:
         window: int | None = None,
         bias: Tensor | None = None,
         causal: bool = True,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend with only some of the sequences in the step."""
         query_lens, context_lens = self.query_lens[rows], self.context_lens[rows]
         first = sum(self.query_lens[: rows.start or 0])
         metadata = AttentionMetadata.build(query_lens, context_lens, self.block_tables[rows], torch.device("cpu"))
         query = self.query[first : first + sum(query_lens)]
-        return paged_attention(query, self.layer_cache, metadata, 0.3, window, None, bias, causal)
+        return paged_attention(query, self.layer_cache, metadata, 0.3, window, None, bias, causal, sinks)
 
 
 def make_case(
@@ -68,7 +69,13 @@ def make_case(
     return Case(query_lens, context_lens, query, layer_cache, block_tables, keys, values)
 
 
-def dense(case: Case, window: int | None = None, bias: Tensor | None = None, causal: bool = True) -> Tensor:
+def dense(
+    case: Case,
+    window: int | None = None,
+    bias: Tensor | None = None,
+    causal: bool = True,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """The obvious way: one query token and one head at a time."""
     output = torch.empty_like(case.query, dtype=torch.float64)
     groups = case.query.shape[1] // case.layer_cache.shape[3]
@@ -85,7 +92,11 @@ def dense(case: Case, window: int | None = None, bias: Tensor | None = None, cau
                     scores += torch.stack(
                         [bias[head, : position - other + 1][-1] for other in range(first, position + 1)]
                     )
-                output[row, head] = scores.softmax(0) @ value[visible, head // groups].double()
+                shown = value[visible, head // groups].double()
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks[head : head + 1]))
+                    shown = torch.cat((shown, torch.zeros_like(shown[:1])))
+                output[row, head] = scores.softmax(0) @ shown
             row += 1
     return output.float()
 
@@ -121,6 +132,15 @@ def test_a_bias_is_added_by_distance_and_its_last_entry_beyond(
     torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_sink_is_the_score_of_a_key_whose_value_is_zero(window: int | None) -> None:
+    case = make_case([(1, 40), (7, 9), (3, 0)], 16, 2, 2, 10)
+    sinks = torch.tensor([-2.0, 0.0, 1.5, 9.0])
+    torch.testing.assert_close(
+        case.run(window=window, sinks=sinks), dense(case, window, sinks=sinks), atol=1e-5, rtol=1e-5
+    )
+
+
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_queries_that_see_a_whole_context_may_be_more_than_its_tokens(block_size: int) -> None:
     case = make_case([(1, 40), (9, -6), (3, 0), (5, 20)], block_size, num_kv_heads=2, groups=2, head_dim=5)
@@ -134,6 +154,9 @@ def test_queries_that_see_a_whole_context_may_be_more_than_its_tokens(block_size
     *(({"bias": bias}, r"must be contiguous float32 of \(4 heads, at least one distance\) on cpu") for bias in (
         torch.zeros(3, 1), torch.zeros(4, 0), torch.zeros(4), torch.zeros(1, 4).T.expand(4, 2),
         torch.zeros(4, 1).bfloat16(), torch.zeros(4, 1, device="meta"),
+    )),
+    *(({"sinks": sinks}, r"must be contiguous float32 of \(4 heads\) on cpu") for sinks in (
+        torch.zeros(3), torch.zeros(4, 1), torch.zeros(4).half(), torch.zeros(8)[::2],
     )),
 ])  # fmt: skip
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], sentence: str) -> None:

@@ -86,6 +86,12 @@ def test_soft_caps() -> None:
     case.check(window=33, soft_cap=0.5)
 
 
+def test_sinks_take_part_in_the_softmax() -> None:
+    case = make_case([(70, 3), (5, 100), (1, 64), (1, 200), (1, 0)])
+    case.check(sinks=randn(4) * 4)
+    case.check(window=33, soft_cap=0.5, sinks=randn(4))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_long_contexts_are_split(dtype: torch.dtype) -> None:
     """8,192 keys, one past it, and beside them sequences that leave most of their splits empty.
@@ -95,7 +101,7 @@ def test_long_contexts_are_split(dtype: torch.dtype) -> None:
     scale = 4 if INTERPRETED else 1
     lens = [(1, 8192 // scale - 1), (1, 8192 // scale), (1, 0), (1, 64)]
     make_case(lens, kv_heads=1, dtype=dtype).check()
-    make_case(lens, kv_heads=1, dtype=dtype).check(window=3000 // scale)
+    make_case(lens, kv_heads=1, dtype=dtype).check(window=3000 // scale, sinks=randn(2) * 4)
 
 
 def test_short_chunks_behind_long_contexts_are_split() -> None:

@@ -12,6 +12,7 @@ from pagewire_common.model_files.generation_config import FILE
 from pagewire_common.start_error import StartError
 from worker_service.loading.files.json_file import read_json
 from worker_service.loading.files.weight_files import WeightFiles
+from worker_service.loading.quantized.mx_float4 import METHOD, MxFloat4Files
 from worker_service.loading.quantized.packed_weights import PackedFiles, PackedWeights
 from worker_service.parallel.cut import UNCUT, Cut
 from worker_service.wording import shown
@@ -55,7 +56,9 @@ class Checkpoint:
         """Quantised weights; None if all weights are unquantised."""
         if weights is None:
             files = weights = WeightFiles(path)
-            if quantization is not None:
+            if isinstance(quantization, dict) and quantization.get("quant_method") == METHOD:
+                weights = MxFloat4Files(files, quantization)
+            elif quantization is not None:
                 self.packed = _read_packed(files, quantization, path / "config.json")
                 weights = PackedFiles(files, self.packed)
         self._weights = weights

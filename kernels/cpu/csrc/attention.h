@@ -44,6 +44,15 @@ inline void merge_part(float* merged, float maximum, float total, const float* s
   });
 }
 
+// The factor of a row's weighted values, from its largest score and its sum of exponentials. The sink's score takes part
+// in the sum only; without a sink the factor is the sum's inverse. It is added last, so that all splits agree.
+inline float scale_of(float maximum, float total, const float* sink) {
+  if (sink == nullptr) return 1.0f / total;
+  const float top = std::max(maximum, *sink);
+  const float factor = std::exp(maximum - top);
+  return factor / (total * factor + std::exp(*sink - top));
+}
+
 template <typename T, typename Tiles>
 class Attender {
  public:
@@ -260,9 +269,10 @@ class Attender {
       std::copy_n(sums, a.head_dim, target + 2);
       return;
     }
-    T* target =
-        a.out + ((item.first_row + row / group) * a.num_heads + item.kv_head * group + row % group) * a.head_dim;
-    const Vec scale(1.0f / total);
+    const int64_t head = item.kv_head * group + row % group;
+    T* target = a.out + ((item.first_row + row / group) * a.num_heads + head) * a.head_dim;
+    const float maximum = is_merged ? merged[0] : maxima_[row] * Tiles::kLogBase;
+    const Vec scale(scale_of(maximum, total, a.sinks == nullptr ? nullptr : a.sinks + head));
     for_each_vector(a.head_dim, [&](int64_t i, int64_t n) { store(target + i, widen(sums + i, n) * scale, n); });
   }
 
@@ -274,14 +284,14 @@ class Attender {
   Buffer<float> merged_;  // [rows]: the largest score, the sum of exponentials, the weighted values
 };
 
-// Merges a row's `count` parts. part: the first part's results; parts are `stride` floats apart.
+// Merges a row's `count` parts. part: the first part's results; parts are `stride` floats apart. sink: or null.
 template <typename T>
-void merge_parts(const float* part, int64_t count, int64_t stride, int64_t head_dim, T* out) {
+void merge_parts(const float* part, int64_t count, int64_t stride, int64_t head_dim, const float* sink, T* out) {
   std::vector<float> merged(head_dim + 2, 0.0f);
   merged[0] = -kInfinity;
   for (int64_t i = 0; i < count; ++i)
     merge_part(merged.data(), part[i * stride], part[i * stride + 1], part + i * stride + 2, head_dim);
-  const Vec scale(1.0f / merged[1]);
+  const Vec scale(scale_of(merged[0], merged[1], sink));
   for_each_vector(head_dim, [&](int64_t d, int64_t n) { store(out + d, widen(&merged[2 + d], n) * scale, n); });
 }
 
@@ -307,11 +317,13 @@ void paged_attention(const Attention<T>& a) {
     }
   });
   for (const Merge& merge : work.merges)
-    for (int64_t row = 0; row < merge.tokens * group; ++row)
+    for (int64_t row = 0; row < merge.tokens * group; ++row) {
+      const int64_t head = merge.kv_head * group + row % group;
       merge_parts(
           partials.data() + merge.partial * stride + row * (a.head_dim + 2), merge.count, merge.tokens * stride,
-          a.head_dim,
-          a.out + ((merge.first_row + row / group) * a.num_heads + merge.kv_head * group + row % group) * a.head_dim);
+          a.head_dim, a.sinks == nullptr ? nullptr : a.sinks + head,
+          a.out + ((merge.first_row + row / group) * a.num_heads + head) * a.head_dim);
+    }
 }
 
 }  // namespace pagewire

@@ -26,6 +26,7 @@ struct Attention {
   const float* bias;      // [num_heads, num_distances], or null
   int64_t num_distances;
   bool causal;
+  const float* sinks;  // [num_heads], or null
 };
 
 // A tile's keys and values. Before the item's first key and after its last, they point to zeros, so that engines need

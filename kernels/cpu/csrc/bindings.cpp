@@ -256,7 +256,8 @@ struct Metadata {
 // query: [tokens, heads, head_dim]. Returns [tokens, heads * head_dim].
 Tensor attend(
     const Tensor& query, const Tensor& cache, const Metadata& metadata, double scale, int64_t window, double soft_cap,
-    const std::optional<Tensor>& bias = std::nullopt, bool causal = true) {
+    const std::optional<Tensor>& bias = std::nullopt, bool causal = true,
+    const std::optional<Tensor>& sinks = std::nullopt) {
   for (const auto* tensor : {&metadata.query_start, &metadata.context_lens, &metadata.block_tables}) {
     check_contiguous(*tensor, "metadata");
     TORCH_CHECK(tensor->scalar_type() == at::kInt, "metadata must be int32");
@@ -281,6 +282,7 @@ Tensor attend(
                     bias->size(0) == query.size(1) && bias->size(1) > 0,
                 "bias must be float32 [num_heads, at least one distance]");
   }
+  if (sinks.has_value()) check_numbers(*sinks, at::kFloat, query.size(1), "sinks");
   auto out = at::empty({query.size(0), query.size(1) * query.size(2)}, query.options());
   for_type(query, [&](auto type) {
     using T = decltype(type);
@@ -291,7 +293,7 @@ Tensor attend(
         metadata.block_tables.size(1), sequences, query.size(1), cache.size(3), query.size(2), cache.size(2),
         static_cast<float>(scale), static_cast<float>(soft_cap), window,
         bias.has_value() ? bias->template const_data_ptr<float>() : nullptr, bias.has_value() ? bias->size(1) : 0,
-        causal};
+        causal, sinks.has_value() ? sinks->template const_data_ptr<float>() : nullptr};
 #if defined(__AVX512BF16__)
     if constexpr (std::is_same_v<T, at::BFloat16>) {
 #if defined(__AVX512VNNI__)
@@ -308,10 +310,10 @@ Tensor attend(
 Tensor paged_attention_op(
     const Tensor& query, const Tensor& cache, const Tensor& query_start, const Tensor& context_lens,
     const Tensor& block_tables, double scale, int64_t window, double soft_cap, const std::optional<Tensor>& bias,
-    bool causal) {
+    bool causal, const std::optional<Tensor>& sinks) {
   check_heads(query, "query");
   check_layer_cache(cache, query);
-  return attend(query, cache, {query_start, context_lens, block_tables}, scale, window, soft_cap, bias, causal)
+  return attend(query, cache, {query_start, context_lens, block_tables}, scale, window, soft_cap, bias, causal, sinks)
       .view(query.sizes());
 }
 

@@ -28,7 +28,7 @@ from kernels.triton.attention.attention_tiles import (
     sequence_of_tile,
     tile_keys_of,
 )
-from kernels.triton.attention.merge_parts import finished, merge_part, merge_parts
+from kernels.triton.attention.merge_parts import begun, finished, merge_part, merge_parts
 from kernels.triton.launch import OPTIONS
 
 _NUM_WARPS = 4
@@ -49,8 +49,9 @@ def attention_by_position(
     soft_cap: float | None = None,
     bias: Tensor | None = None,
     causal: bool = True,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    check_attention_options(query, window, soft_cap, bias, causal)
+    check_attention_options(query, window, soft_cap, bias, causal, sinks)
     num_tokens, num_heads, head_dim = query.shape
     num_sequences, num_kv_heads = len(metadata.context_lens), layer_cache.shape[3]
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -86,6 +87,7 @@ def attention_by_position(
             metadata.context_lens,
             metadata.block_tables,
             torch.empty(0, device=query.device) if bias is None else bias,
+            torch.empty(0, device=query.device) if sinks is None else sinks,
             # Unread without shared parts.
             *((metadata.query_start,) * 3 if shared is None else (shared.items, shared.rows, shared.num_parts)),
             num_sequences,
@@ -107,6 +109,7 @@ def attention_by_position(
             window=window or 0,
             soft_cap=soft_cap or 0.0,
             biased=bias is not None,
+            has_sinks=sinks is not None,
             causal=causal,
             tile_rows=tile_rows,
             tile_keys=min(_MAX_TILE_KEYS, tile_keys_of(head_dim, query.dtype)),
@@ -121,7 +124,7 @@ def attention_by_position(
         launch(together=True, num_tiles=len(shared.items), num_programs=1)
     launch(together=False, num_tiles=num_tiles, num_programs=num_programs if apart else 1)
     if apart:
-        merge_parts(partial, sums, counts, output)
+        merge_parts(partial, sums, counts, sinks, output)
     return output
 
 
@@ -152,6 +155,7 @@ def _attention_by_position_kernel(
     context_lens,
     block_tables,
     bias,
+    sinks,
     items,
     item_rows,
     num_shared_parts,
@@ -174,6 +178,7 @@ def _attention_by_position_kernel(
     window: tl.constexpr,
     soft_cap: tl.constexpr,
     biased: tl.constexpr,
+    has_sinks: tl.constexpr,
     causal: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_keys: tl.constexpr,
@@ -236,8 +241,11 @@ def _attention_by_position_kernel(
     table = block_tables + sequence.to(tl.int64) * table_stride
     head_bias = bias + head * num_distances
 
-    largest = tl.full([tile_rows], float("-inf"), tl.float32)
-    total = tl.zeros([tile_rows], tl.float32)
+    if has_sinks:
+        largest, total = begun(tl.load(sinks + head))
+    else:
+        largest = tl.full([tile_rows], float("-inf"), tl.float32)
+        total = tl.zeros([tile_rows], tl.float32)
     weighted = tl.zeros([tile_rows, head_columns], tl.float32)
     # `disable_licm` keeps a part's values out of the inner loop's registers; otherwise, a thread spills 190 more bytes.
     for part in tl.range(first_part + tl.program_id(1), last_part, tl.num_programs(1), disable_licm=True):

@@ -3,6 +3,7 @@
     `partial`   [num_tokens, num_heads, room, head_dim] float32: values weighted by `2^(score - largest)`.
     `sums`      [num_tokens, num_heads, room, 2] float32: each part's largest score (log2), and its sum of weights.
     `counts`    [num_tokens, num_heads] int32: a row's parts, the first of `room` entries.
+    `sinks`     [num_heads] float32: a score of each head, before all parts, whose value is zero; or None.
     `output`    [num_tokens, num_heads, head_dim].
     `program`   One head of one token.
 
@@ -17,12 +18,12 @@ from torch import Tensor
 from kernels.triton.launch import OPTIONS, num_warps
 
 
-def merge_parts(partial: Tensor, sums: Tensor, counts: Tensor, output: Tensor) -> None:
+def merge_parts(partial: Tensor, sums: Tensor, counts: Tensor, sinks: Tensor | None, output: Tensor) -> None:
     num_tokens, num_heads, room, head_dim = partial.shape
     columns = triton.next_power_of_2(head_dim)
     _merge_parts_kernel[(num_tokens, num_heads)](
-        partial, sums, counts, output, num_heads, room,
-        head_dim=head_dim, columns=columns, num_warps=num_warps(columns), **OPTIONS,
+        partial, sums, counts, sums if sinks is None else sinks, output, num_heads, room,
+        has_sinks=sinks is not None, head_dim=head_dim, columns=columns, num_warps=num_warps(columns), **OPTIONS,
     )  # fmt: skip
 
 
@@ -38,6 +39,12 @@ def merge_part(largest, total, weighted, part_largest, part_total, part_weighted
 
 
 @triton.jit
+def begun(sinks):
+    """The largest score (log2) and the sum of weights of rows with only a sink. sinks: [rows]."""
+    return sinks * 1.4426950408889634, tl.full(sinks.shape, 1.0, tl.float32)
+
+
+@triton.jit
 def finished(total, weighted):
     """The result of rows with all parts merged; zero without keys."""
     divisor = tl.where(total == 0, 1.0, total)
@@ -46,13 +53,17 @@ def finished(total, weighted):
 
 @triton.jit(do_not_specialize=["room"])
 def _merge_parts_kernel(
-    partial, sums, counts, output, num_heads, room, head_dim: tl.constexpr, columns: tl.constexpr
+    partial, sums, counts, sinks, output, num_heads, room,
+    has_sinks: tl.constexpr, head_dim: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * num_heads + tl.program_id(1)
     column = tl.arange(0, columns)[None, :]
     one = tl.zeros([1], tl.int64)
-    largest = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
+    if has_sinks:
+        largest, total = begun(tl.load(sinks + tl.program_id(1) + one))
+    else:
+        largest = tl.full([1], float("-inf"), tl.float32)
+        total = tl.zeros([1], tl.float32)
     weighted = tl.zeros([1, columns], tl.float32)
     for part in range(tl.load(counts + row)):
         place = row * room + part

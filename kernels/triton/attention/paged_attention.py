@@ -33,6 +33,7 @@ from kernels.triton.attention.attention_tiles import (
     shared_memory,
     tile_keys_of,
 )
+from kernels.triton.attention.merge_parts import begun
 from kernels.triton.attention.merge_splits import merge_splits
 from kernels.triton.attention.narrow_cache import scale_bytes_of
 from kernels.triton.launch import OPTIONS
@@ -49,11 +50,12 @@ def paged_attention(
     soft_cap: float | None = None,
     bias: Tensor | None = None,
     causal: bool = True,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Every row of `query` must belong to a sequence."""
     if metadata.shared is not None and window is None and bias is None and causal:
-        return attention_by_position(query, layer_cache, metadata, scale, soft_cap=soft_cap)
-    check_attention_options(query, window, soft_cap, bias, causal)
+        return attention_by_position(query, layer_cache, metadata, scale, soft_cap=soft_cap, sinks=sinks)
+    check_attention_options(query, window, soft_cap, bias, causal, sinks)
     num_tokens, num_heads, head_dim = query.shape
     num_sequences, num_kv_heads = len(metadata.context_lens), layer_cache.shape[3]
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -84,6 +86,7 @@ def paged_attention(
             metadata.context_lens,
             metadata.block_tables,
             query if bias is None else bias,  # unread without a bias
+            query if sinks is None else sinks,
             num_sequences,
             num_splits,
             0 if bias is None else bias.shape[1],
@@ -102,6 +105,7 @@ def paged_attention(
             window=window or 0,
             soft_cap=soft_cap or 0.0,
             biased=bias is not None,
+            has_sinks=sinks is not None,
             causal=causal,
             tile_rows=tile.rows,
             tile_keys=tile_keys,
@@ -163,6 +167,7 @@ def _paged_attention_kernel(
     context_lens,
     block_tables,
     bias,
+    sinks,
     num_sequences,
     num_splits,
     num_distances,
@@ -181,6 +186,7 @@ def _paged_attention_kernel(
     window: tl.constexpr,
     soft_cap: tl.constexpr,
     biased: tl.constexpr,
+    has_sinks: tl.constexpr,
     causal: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_keys: tl.constexpr,
@@ -231,8 +237,13 @@ def _paged_attention_kernel(
     # Tiles before `seen_by_all` need no mask, unless there is a window.
     seen_by_all = begin if window > 0 else tl.maximum(tl.minimum((first_position + 1) // tile_keys, end), begin)
 
-    largest = tl.full([tile_rows], float("-inf"), tl.float32)
-    total = tl.zeros([tile_rows], tl.float32)
+    if has_sinks:  # the first split begins with the sink, whose value is zero
+        sunk, one = begun(tl.load(sinks + head))
+        largest = tl.where(part == 0, sunk, float("-inf"))
+        total = tl.where(part == 0, one, 0.0)
+    else:
+        largest = tl.full([tile_rows], float("-inf"), tl.float32)
+        total = tl.zeros([tile_rows], tl.float32)
     weighted = tl.zeros([tile_rows, head_columns], tl.float32)
     head_cache = layer_cache + kv_head * (head_dim + scale_bytes)
     table = block_tables + sequence.to(tl.int64) * table_stride

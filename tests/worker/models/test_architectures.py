@@ -124,6 +124,23 @@ BORROWED: dict[str, dict[str, Any]] = {
     },
     "gpt2": {"model_type": "gpt2", "hidden_size": 60},
     "gpt_neox": {"model_type": "gpt_neox", "hidden_size": 60},
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "head_dim": 16,
+        "layer_types": WINDOWS,
+        "sliding_window": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 32,
+        },
+    },
     "granite": {
         "model_type": "granite",
         "attention_multiplier": 0.2,

@@ -23,7 +23,9 @@ from worker_service.parallel.cut import UNCUT, Cut
 from worker_service.wording import named, shown
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_QUANTIZED = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
+_QUANTIZED = {
+    "F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "U8": torch.uint8
+}  # fmt: skip
 """Types that only quantised weights, scales and zero points may have."""
 _PIECE_BYTES = 8 << 20
 

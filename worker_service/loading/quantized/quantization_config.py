@@ -77,8 +77,8 @@ class QuantizationConfig:
         read = _METHODS.get(str(method))
         if read is None:
             raise ValueError(
-                f"weights quantised by {shown(method)} are not read; gptq, awq, auto-round, compressed-tensors and fp8 "
-                "are"
+                f"weights quantised by {shown(method)} are not read; gptq, awq, auto-round, compressed-tensors, fp8 "
+                "and mxfp4 are"
             )
         return read(json)
 

@@ -28,10 +28,17 @@ class Attention(Protocol):
     """The attention of one forward pass. Layers call `attend` in the order of the network."""
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, soft_cap: float | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim]; all contiguous.
-        scale, window, soft_cap: see `paged_attention`. Returns the shape of query."""
+        scale, window, soft_cap, sinks: see `paged_attention`. Returns the shape of query."""
 
 
 _attention: ContextVar[Attention] = ContextVar("attention")
@@ -72,21 +79,21 @@ def _attend(
     attention_mask: object,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
     """Called by layers. query: [1, num_heads, num_tokens, head_dim]; key, value: [1, num_kv_heads, num_tokens,
-    head_dim]. Returns [1, num_tokens, num_heads, head_dim], and None in place of weights."""
+    head_dim]; s_aux: sinks, [num_heads]. Returns [1, num_tokens, num_heads, head_dim], and None in place of weights."""
     if not getattr(module, "is_causal", True):
         raise ValueError("its tokens attend to later tokens")
     if not isinstance(attention_mask, _CausalMask):
         raise ValueError("its attention has a mask of its own making")
-    if others.get("s_aux") is not None:
-        raise ValueError("its attention has learned sinks")
     if unknown := sorted(name for name in others.keys() - _WITHOUT_EFFECT if others[name] is not None):
         raise ValueError(f"its attention takes {', '.join(unknown)}, which are not supported")
     query, key, value = (part[0].transpose(0, 1).contiguous() for part in (query, key, value))
     scale = query.shape[2] ** -0.5 if scaling is None else scaling
-    return _attention.get().attend(query, key, value, scale, attention_mask.window, softcap)[None], None
+    sinks = None if s_aux is None else s_aux.float()
+    return _attention.get().attend(query, key, value, scale, attention_mask.window, softcap, sinks)[None], None
 
 
 AttentionInterface.register(NAME, _attend)

@@ -99,8 +99,15 @@ class _CachedAttention:
         self._ops = ops_for(cache.device)
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, soft_cap: float | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         layer_cache = next(self._layers)
         self._ops.store_kv(key, value, layer_cache, self._slots)
-        return self._ops.paged_attention(query, layer_cache, self._metadata, scale, window, soft_cap)
+        return self._ops.paged_attention(query, layer_cache, self._metadata, scale, window, soft_cap, sinks=sinks)

@@ -41,9 +41,16 @@ class _Observer:
         self.windows: list[int | None] = []
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, soft_cap: float | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
-        del scale, soft_cap
+        del scale, soft_cap, sinks
         if value.shape != key.shape or query.shape[2] != key.shape[2] or query.shape[1] % key.shape[1]:
             raise ValueError(
                 f"its queries, keys and values have heads that do not match: {_sizes(query)}, {_sizes(key)} and "
