@@ -6,7 +6,7 @@ PROTOS := $(wildcard protos/pagewire/v1/*.proto)
 PIP := $(BIN)/pip install --disable-pip-version-check --no-compile -c constraints.txt
 COMPOSE := $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: setup serving proto demo demo-embed demo-transcribe test test-kernels fuzz chaos soak compat test-gpu lint fmt up down bench bench-all bench-gpu
+.PHONY: setup serving proto proto-cpp proto-go proto-java demo demo-embed demo-transcribe test test-kernels fuzz chaos soak compat test-gpu lint fmt up down bench bench-all bench-gpu
 # Bytecode is compiled on first import, because most modules of transformers are never imported. PYTHONDONTWRITEBYTECODE
 # must be unset, or every process would compile them again.
 export PYTHONDONTWRITEBYTECODE :=
@@ -40,6 +40,17 @@ $(VENV)/generated: $(VENV)/serving $(PROTOS)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=protos --pyi_out=protos \
 	  --grpc_python_out=protos --mypy_grpc_out=quiet:protos $(PROTOS)
 	@touch $@
+
+# Stubs of clients in other languages, in examples/LANGUAGE/build: make proto-cpp, proto-go or proto-java. protoc and its
+# plugins are Debian's: see examples/README.md. Node and Rust read protos/ themselves.
+STUBS_cpp := --cpp_out=examples/cpp/build/stubs --grpc_out=examples/cpp/build/stubs \
+  --plugin=protoc-gen-grpc=$(shell command -v grpc_cpp_plugin)
+STUBS_go := --go_out=examples/go/build/src --go-grpc_out=examples/go/build/src
+STUBS_java := --java_out=examples/java/build/stubs --grpc-java_out=examples/java/build/stubs \
+  --plugin=protoc-gen-grpc-java=$(shell command -v grpc_java_plugin)
+proto-cpp proto-go proto-java: proto-%:
+	@mkdir -p examples/$*/build/stubs examples/$*/build/src examples/$*/build/classes
+	protoc -Iprotos $(STUBS_$*) protos/pagewire/v1/inference_service.proto
 
 demo: serving
 	$(BIN)/pagewire generate --chat "What is the capital of France? Answer in one sentence."
