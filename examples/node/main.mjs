@@ -6,7 +6,7 @@ import grpc from "@grpc/grpc-js";
 import loader from "@grpc/proto-loader";
 
 const { PAGEWIRE_TARGET: target, PAGEWIRE_CLIENT_TLS: tls, PAGEWIRE_CLIENT_API_KEY: key, PROTOS = "../../protos" } = process.env;
-const file = loader.loadSync("pagewire/v1/inference_service.proto", { includeDirs: [PROTOS], longs: String });
+const file = loader.loadSync("pagewire/v1/inference_service.proto", { includeDirs: [PROTOS], longs: String, defaults: true });
 const { InferenceService } = grpc.loadPackageDefinition(file).pagewire.v1;
 const client = new InferenceService(target, grpc.credentials.createSsl(readFileSync(`${tls}/ca.crt`)), {
   "grpc.max_reconnect_backoff_ms": 2000,

@@ -14,9 +14,9 @@ class ShortestFirst(PriorityQueue):
         group.priority = group.num_prompt_tokens // 256
         super().append(group)
 
-    def outranks(self, waiting: SequenceGroup, running: SequenceGroup) -> bool:  # noqa: ARG002
+    def outranks(self, waiting: SequenceGroup, running: SequenceGroup) -> bool:
         return False  # a short prompt overtakes in the queue, but preempts no running request
 
 
 if __name__ == "__main__":
-    print(find_fault(ShortestFirst) or "keeps every request, in one order")  # noqa: T201
+    print(find_fault(ShortestFirst) or "keeps every request, in one order")
