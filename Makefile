@@ -6,7 +6,7 @@ PROTOS := $(wildcard protos/pagewire/v1/*.proto)
 PIP := $(BIN)/pip install --disable-pip-version-check --no-compile -c constraints.txt
 COMPOSE := $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: setup serving proto proto-cpp proto-go proto-java demo demo-embed demo-transcribe test test-kernels fuzz chaos soak compat test-gpu lint fmt up down bench bench-all bench-gpu
+.PHONY: setup examples serving proto proto-cpp proto-go proto-java demo demo-embed demo-transcribe test test-kernels fuzz chaos soak compat test-gpu breaking lint fmt up down bench bench-all bench-gpu
 # Bytecode is compiled on first import, because most modules of transformers are never imported. PYTHONDONTWRITEBYTECODE
 # must be unset, or every process would compile them again.
 export PYTHONDONTWRITEBYTECODE :=
@@ -96,6 +96,11 @@ soak: setup
 compat: setup
 	PEER="$(PEER)" PYTHONPATH="$(CURDIR):$(CURDIR)/protos" $(BIN)/python tests/compat/run.py $(CLIENT:%=--only "%") $(MODEL:%=--model %) \
   $(VECTORS:%=--vectors %) $(PAIRS:%=--pairs %) $(PAGE:%=--page %)
+	$(MAKE) examples
+
+# The programs of examples/ in other languages. One whose tools are missing is skipped with the reason.
+examples: setup
+	PYTHONPATH="$(CURDIR):$(CURDIR)/protos" $(BIN)/python -m pytest tests/compat/languages.py -n 0
 
 # The tests of Triton's kernels and of the worker's model code, on a machine with a GPU. PYTHON must have torch, triton,
 # transformers, pytest, hypothesis and peft, and this project's own packages. Without a network, PEER brings these: see
@@ -108,7 +113,13 @@ GPU_TESTS := $(wildcard tests/kernels/test_triton_*.py) $(addprefix tests/kernel
 test-gpu:
 	PYTHONPATH="$(CURDIR):$(CURDIR)/protos$(PEER:%=:%/pagewire)" $(PYTHON) -m pytest -c /dev/null --rootdir . -p no:cacheprovider -ra $(GPU_TESTS)
 
-lint: setup
+# Clients and recordings of the last tag must still be understood.
+breaking: setup
+	@tag=$$(git describe --tags --abbrev=0 2>/dev/null); if [ -n "$$tag" ]; \
+	then echo "buf breaking against $$tag"; $(BIN)/buf breaking protos --against ".git#ref=$$tag,subdir=protos"; \
+	else echo "buf breaking is skipped: this clone has no tag to compare with."; fi
+
+lint: setup breaking
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy

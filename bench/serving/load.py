@@ -157,7 +157,7 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--vocabulary", type=_count, default=256, help="prompts draw ids below this (default 256)")
     parser.add_argument("--seed", type=int, default=0, help="of lengths, arrivals and prompts (default 0)")
-    parser.add_argument("--plot", metavar="OUT.png", type=Path, help="draw latencies and tokens in flight")
+    parser.add_argument("--plot", metavar="OUT.png", type=Path, help="draw TTFT and time per output token")
     return parser
 
 
@@ -205,6 +205,10 @@ def main() -> None:
     arguments = make_parser(program).parse_args()
     take_credentials(arguments)
     try:
+        if arguments.plot:
+            from scheduler_service.simulation.plot import check
+
+            check(arguments.plot)
         arrivals = [capped(one, arguments.context) for one in arrivals_of(arguments)]
         load = Load("load", "load", arrivals, arguments.concurrency)
         with Progress(console=Console(stderr=True)) as bar:
@@ -213,6 +217,8 @@ def main() -> None:
             run = asyncio.run(drive(server, load, load.prompts(arguments.vocabulary, arguments.seed)))
         if arguments.plot:
             save_plot(run, arguments.plot)
+    except ModuleNotFoundError as error:
+        sys.exit(f"{program}: --plot needs {error.name}, which pip install -e '.[plot]' installs")
     except (ValueError, BenchError, OSError, aiohttp.ClientError) as error:
         sys.exit(f"{program}: {error}")
     except grpc.aio.AioRpcError as error:

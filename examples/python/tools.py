@@ -6,24 +6,23 @@ import os
 from openai import OpenAI
 
 
-def add(a: int, b: int) -> int:
-    return a + b
+def weather(city: str) -> str:
+    return {"Paris": "rain", "Rome": "sun"}[city]
 
 
-INTEGER = {"type": "integer", "minimum": 0, "maximum": 99}
-PARAMETERS = {"type": "object", "properties": {"a": INTEGER, "b": INTEGER}, "required": ["a", "b"]}
-TOOL = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS, "strict": True}}
+PARAMETERS = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS, "strict": True}}
 
 url, key = os.environ.get("PAGEWIRE_URL", "http://127.0.0.1:8000"), os.environ.get("PAGEWIRE_CLIENT_API_KEY", "none")
 with OpenAI(base_url=f"{url}/v1", api_key=key) as client:
     model = client.models.list().data[0].id
-    messages = [{"role": "user", "content": "What is 17 plus 25?"}]
+    messages = [{"role": "user", "content": "How is the weather in Rome?"}]
     first = client.chat.completions.create(
         model=model, messages=messages, tools=[TOOL], tool_choice="required", parallel_tool_calls=False, max_tokens=200
     )
     call = first.choices[0].message.tool_calls[0]
-    result = add(**json.loads(call.function.arguments))
-    print(call.function.name, call.function.arguments, "=", result)
+    result = weather(**json.loads(call.function.arguments))
+    print(call.function.name, call.function.arguments, result)
     messages += [first.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": str(result)}]
     last = client.chat.completions.create(
         model=model, messages=messages, tools=[TOOL], tool_choice="none", max_tokens=64
