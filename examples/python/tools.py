@@ -18,7 +18,13 @@ with OpenAI(base_url=f"{url}/v1", api_key=key) as client:
     model = client.models.list().data[0].id
     messages = [{"role": "user", "content": "How is the weather in Rome?"}]
     first = client.chat.completions.create(
-        model=model, messages=messages, tools=[TOOL], tool_choice="required", parallel_tool_calls=False, max_tokens=200
+        model=model,
+        messages=messages,
+        tools=[TOOL],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=200,
+        temperature=0,
     )
     call = first.choices[0].message.tool_calls[0]
     result = weather(**json.loads(call.function.arguments))
