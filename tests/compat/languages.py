@@ -52,6 +52,7 @@ class CuttingProxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self.num_cut = 0
+        self._sockets = [self._listener]
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
@@ -59,6 +60,7 @@ class CuttingProxy:
             while True:
                 client, _ = self._listener.accept()
                 server = socket.create_connection(("127.0.0.1", self._port))
+                self._sockets += [client, server]
                 threading.Thread(target=self._forward, args=(client, server, None), daemon=True).start()
                 threading.Thread(target=self._forward, args=(server, client, BYTES), daemon=True).start()
 
@@ -76,7 +78,10 @@ class CuttingProxy:
                 one.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self._listener.close()
+        for one in self._sockets:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
 
 
 @pytest.fixture(scope="module")
