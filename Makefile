@@ -6,7 +6,7 @@ PROTOS := $(wildcard protos/pagewire/v1/*.proto)
 PIP := $(BIN)/pip install --disable-pip-version-check --no-compile -c constraints.txt
 COMPOSE := $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: setup serving proto demo demo-embed demo-transcribe test test-kernels fuzz chaos soak compat operators test-gpu lint fmt docs docs-check pictures release up down bench bench-all bench-gpu
+.PHONY: setup examples serving proto proto-cpp proto-go proto-java demo demo-embed demo-transcribe test test-kernels fuzz chaos soak compat operators test-gpu breaking lint fmt docs docs-check pictures release up down bench bench-all bench-gpu
 # Bytecode is compiled on first import, because most modules of transformers are never imported. PYTHONDONTWRITEBYTECODE
 # must be unset, or every process would compile them again.
 export PYTHONDONTWRITEBYTECODE :=
@@ -40,6 +40,17 @@ $(VENV)/generated: $(VENV)/serving $(PROTOS)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=protos --pyi_out=protos \
 	  --grpc_python_out=protos --mypy_grpc_out=quiet:protos $(PROTOS)
 	@touch $@
+
+# Stubs of clients in other languages, in examples/LANGUAGE/build: make proto-cpp, proto-go or proto-java. protoc and its
+# plugins are Debian's: see examples/README.md. Node and Rust read protos/ themselves.
+STUBS_cpp := --cpp_out=examples/cpp/build/stubs --grpc_out=examples/cpp/build/stubs \
+  --plugin=protoc-gen-grpc=$(shell command -v grpc_cpp_plugin)
+STUBS_go := --go_out=examples/go/build/src --go-grpc_out=examples/go/build/src
+STUBS_java := --java_out=examples/java/build/stubs --grpc-java_out=examples/java/build/stubs \
+  --plugin=protoc-gen-grpc-java=$(shell command -v grpc_java_plugin)
+proto-cpp proto-go proto-java: proto-%:
+	@mkdir -p examples/$*/build/stubs examples/$*/build/src examples/$*/build/classes
+	protoc -Iprotos $(STUBS_$*) protos/pagewire/v1/inference_service.proto
 
 demo: serving
 	$(BIN)/pagewire generate --chat "What is the capital of France? Answer in one sentence."
@@ -85,6 +96,11 @@ soak: setup
 compat: setup
 	PEER="$(PEER)" PYTHONPATH="$(CURDIR):$(CURDIR)/protos" $(BIN)/python tests/compat/run.py $(CLIENT:%=--only "%") $(MODEL:%=--model %) \
   $(VECTORS:%=--vectors %) $(PAIRS:%=--pairs %) $(PAGE:%=--page %)
+	$(MAKE) examples
+
+# The programs of examples/ in other languages. One whose tools are missing is skipped with the reason.
+examples: setup
+	PYTHONPATH="$(CURDIR):$(CURDIR)/protos" $(BIN)/python -m pytest tests/compat/languages.py -n 0
 
 # Checks deploy/ with kubectl, the schemas of operators, Grafana and Prometheus. They are installed into a temporary
 # folder, or into FOLDER, which keeps them.
@@ -102,7 +118,13 @@ GPU_TESTS := $(wildcard tests/kernels/test_triton_*.py) $(addprefix tests/kernel
 test-gpu:
 	PYTHONPATH="$(CURDIR):$(CURDIR)/protos$(PEER:%=:%/pagewire)" $(PYTHON) -m pytest -c /dev/null --rootdir . -p no:cacheprovider -ra $(GPU_TESTS)
 
-lint: setup
+# Clients and recordings of the last tag must still be understood.
+breaking: setup
+	@tag=$$(git describe --tags --abbrev=0 2>/dev/null); if [ -n "$$tag" ]; \
+	then echo "buf breaking against $$tag"; $(BIN)/buf breaking protos --against ".git#ref=$$tag,subdir=protos"; \
+	else echo "buf breaking is skipped: this clone has no tag to compare with."; fi
+
+lint: setup breaking
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy

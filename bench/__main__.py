@@ -15,6 +15,10 @@ BENCHES = {
         "bench.serving.http",
         "token rates and CPU time of completions and chats over HTTP, compared with gRPC and with vLLM's server",
     ),
+    "load": (
+        "bench.serving.load",
+        "rates and percentiles of a load, from a trace or a distribution, on a running server over gRPC or HTTP",
+    ),
     "forms": ("bench.serving.forms", "the cost of sampling by a JSON schema, compared with vLLM"),
     "embeddings": (
         "bench.serving.embeddings",

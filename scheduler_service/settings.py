@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import NoDecode
@@ -13,6 +13,7 @@ from pydantic_settings import NoDecode
 from pagewire_common.settings import Address, ServiceSettings
 from scheduler_service.core import PhaseRule, PreemptionMode
 from scheduler_service.lora_modules import parse_modules
+from scheduler_service.policies import checked_policy
 from scheduler_service.targets import is_name, parse_target
 
 # Above this, a step's answer could exceed the size limit of a gRPC message.
@@ -183,10 +184,10 @@ class SchedulerSettings(ServiceSettings):
         description="with separate phases only: hold prompts back until one has waited for this many times the last "
         "prompt step",
     )
-    scheduling_policy: Literal["fcfs", "priority", "fair"] = Field(
+    scheduling_policy: Annotated[str, AfterValidator(checked_policy)] = Field(
         "fcfs",
         description="the next request; fcfs: the first to arrive; priority: the lowest number; fair: of the tenant "
-        "served least",
+        "served least; another name: a policy of an installed package",
     )
     priority_aging: int = Field(
         64,

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from pagewire_common.old_names import renamed
 from scheduler_service.core import PhaseRule, PreemptionMode
-from scheduler_service.core.queues.policy import POLICIES, waiting_queue
+from scheduler_service.policies import POLICIES, checked_policy, waiting_queue
 from scheduler_service.simulation.cost_model import CostModel
 from scheduler_service.simulation.senders import deal
 from scheduler_service.simulation.simulator import Result, Simulator
@@ -37,7 +37,10 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=_positive_int, default=1, help="simulated workers (default 1)")
     parser.add_argument("--cost-model", type=Path, help="JSON with the fields of CostModel")
     parser.add_argument(
-        "--scheduling-policy", action="append", choices=list(POLICIES), help="may be repeated (default: all)"
+        "--scheduling-policy",
+        action="append",
+        type=_policy,
+        help=f"{', '.join(POLICIES)}, or one of an installed package; may be repeated (default: the first three)",
     )
     parser.add_argument("--preemption-mode", type=PreemptionMode, default=PreemptionMode.AUTO)
     parser.add_argument("--phase-rule", type=PhaseRule, default=PhaseRule.CHUNKED)
@@ -100,6 +103,13 @@ def _positive_int(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return value
+
+
+def _policy(text: str) -> str:
+    try:
+        return checked_policy(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _shares(text: str) -> dict[str, float]:

@@ -36,7 +36,7 @@ from rich.table import Table
 from scheduler_service.core import Balancer, PreemptionMode, WaitingQueue
 from scheduler_service.core.config import default_prefill_chunk
 from scheduler_service.core.placement.worker import Member
-from scheduler_service.core.queues.policy import POLICIES, waiting_queue
+from scheduler_service.policies import POLICIES, waiting_queue
 from scheduler_service.simulation.cost_model import CostModel
 from scheduler_service.simulation.senders import converse, deal
 from scheduler_service.simulation.simulator import RequestTimes, Simulator
@@ -215,7 +215,7 @@ def main() -> None:
         beside = list(track(pool.map(run_beside, beside_cases), total=len(beside_cases), console=console))
     capped = f"{default_prefill_chunk(CostModel().max_num_batched_tokens):,}"
     for rows, columns, last in (
-        (policies, COLUMNS, POLICIES[-1]),
+        (policies, COLUMNS, "fair"),
         (placement, PLACEMENT_COLUMNS, "balancer"),
         (beside, BESIDE_COLUMNS, capped),
     ):

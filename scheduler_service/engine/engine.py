@@ -13,7 +13,6 @@ from pagewire.v1 import engine_service_pb2 as pb
 from pagewire.v1.admin_service_pb2 import FinishedRequest
 from pagewire_common.calls.errors import RequestError
 from scheduler_service.access.keys import Keyring
-from scheduler_service.core.queues.policy import waiting_queue
 from scheduler_service.engine.adapters.adapters import Adapters
 from scheduler_service.engine.calls.calls import Call
 from scheduler_service.engine.calls.requests import Requests
@@ -21,6 +20,7 @@ from scheduler_service.engine.sessions.discovery import Resolve, resolve_by_dns
 from scheduler_service.engine.sessions.membership import Membership
 from scheduler_service.engine.sessions.worker_fleet import WorkerFleet
 from scheduler_service.engine.workers import UNSERVED_SECONDS, Workers
+from scheduler_service.policies import waiting_queue
 from scheduler_service.recording.recorder import Recorder
 from scheduler_service.recording.writer import FileWriter
 from scheduler_service.settings import SchedulerSettings

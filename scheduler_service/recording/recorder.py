@@ -34,6 +34,7 @@ from scheduler_service.core import (
     WaitingQueue,
 )
 from scheduler_service.core.planning.adapters import AdapterFetch
+from scheduler_service.policies import POLICIES
 from scheduler_service.recording.format import FORMAT, VERSION, frame
 from scheduler_service.recording.placements import encode_placements
 from scheduler_service.wire.codec import encode_scheduler_output
@@ -83,7 +84,8 @@ class Recorder:
                     format=FORMAT,
                     version=VERSION,
                     wall_time=time.time(),
-                    policy=f"RECORDED_POLICY_{policy.upper()}",
+                    policy=f"RECORDED_POLICY_{policy.upper() if policy in POLICIES else 'UNSPECIFIED'}",
+                    policy_name="" if policy in POLICIES else policy,
                     overtakes=overtakes,
                     tenant_weights=tenant_weights,
                     has_placements=True,

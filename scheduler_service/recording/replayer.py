@@ -20,7 +20,7 @@ from scheduler_service.core import (
     WaitingQueue,
 )
 from scheduler_service.core.config import MAX_BLOCKS
-from scheduler_service.core.queues.policy import waiting_queue
+from scheduler_service.policies import waiting_queue
 from scheduler_service.recording.format import ReadEvent, RecordingError, read_events
 from scheduler_service.recording.placements import compare_placements, encode_placements
 from scheduler_service.recording.step_work import StepWork
@@ -114,7 +114,8 @@ class Replayer:
     def _header(self, header: pb.RecordingHeader, at: float) -> Moment:
         if self.num_events:
             raise ValueError("a second header")
-        name = pb.RecordedPolicy.Name(header.policy).removeprefix("RECORDED_POLICY_").lower()
+        own = pb.RecordedPolicy.Name(header.policy).removeprefix("RECORDED_POLICY_").lower()
+        name = header.policy_name if header.policy == pb.RECORDED_POLICY_UNSPECIFIED else own
         self.waiting = waiting_queue(name, header.overtakes, dict(header.tenant_weights))
         self.header = header
         return Moment(at)

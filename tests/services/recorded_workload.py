@@ -20,7 +20,7 @@ from scheduler_service.core import (
     SequenceGroup,
     SequenceStatus,
 )
-from scheduler_service.core.queues.policy import waiting_queue
+from scheduler_service.policies import waiting_queue
 from scheduler_service.recording.recorder import Recorder
 from scheduler_service.wire.codec import decode_model_output
 

@@ -118,7 +118,7 @@ def test_a_lock_of_the_environment_that_is_empty_does_not_open_the_service(servi
     ("flag", "value", "bound"),
     [
         ("--watermark", "1", "less than 1"),
-        ("--scheduling-policy", "lottery", "'fcfs', 'priority' or 'fair'"),
+        ("--scheduling-policy", "lottery", "'lottery' is no policy; there are fcfs, priority, fair"),
         ("--max-num-batched-tokens", "0", "greater than or equal to 1"),
         ("--max-in-flight-steps", "0", "greater than or equal to 1"),
         ("--delay-factor", "inf", "a finite number"),

@@ -15,6 +15,8 @@ from scheduler_service.core.queues.waiting_queue import GroupHeap, WaitingQueue
 class PriorityQueue(WaitingQueue):
     """Appending and removing take O(log n)."""
 
+    reads_priority = True
+
     def __init__(self, overtakes: int = 64) -> None:
         super().__init__()
         self._overtakes = overtakes

@@ -79,6 +79,8 @@ class WaitingQueue:
 
     charges = False
     """Whether `charge` must be called for every token."""
+    reads_priority = False
+    """Whether requests may have a `priority`; otherwise one that is not 0 is refused."""
 
     def __init__(self) -> None:
         self.balancer = Balancer()

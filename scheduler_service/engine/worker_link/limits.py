@@ -9,6 +9,7 @@ from pagewire_common.sampling import MAX_N
 from pagewire_common.start_error import StartError
 from scheduler_service.core import SchedulerConfig
 from scheduler_service.core.config import blocks_within_window, default_prefill_chunk
+from scheduler_service.policies import policy_class
 from scheduler_service.settings import MAX_BATCHED_TOKENS, MAX_SEQS, SchedulerSettings
 from scheduler_service.wire.codec import WorkerInfo
 
@@ -72,7 +73,7 @@ def model_limits(settings: SchedulerSettings, info: WorkerInfo) -> ModelLimits:
         pool_tokens=max(context_length, _num_own_blocks(info) // 2 * info.block_size),
         vocabulary_size=info.vocabulary_size,
         max_num_seqs=max_num_seqs(settings, info),
-        has_priorities=settings.scheduling_policy == "priority",
+        has_priorities=policy_class(settings.scheduling_policy).reads_priority,
         has_forms="forms" in info.features,
         num_lookahead_slots=info.num_speculative_tokens,
         generates=info.num_device_blocks > 0,
