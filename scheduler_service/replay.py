@@ -69,9 +69,13 @@ def parse_arguments(arguments: Sequence[str] | None = None, program: str = PROGR
 
 def main(program: str = PROGRAM) -> None:
     arguments = parse_arguments(program=program)
+    with Chunks() as chunks:
+        _replay(program, arguments, chunks)
+
+
+def _replay(program: str, arguments: argparse.Namespace, chunks: Chunks) -> None:
     began = time.perf_counter()
     replayer = Replayer()
-    chunks = Chunks()
     frames = RecordedFrames(replayer, chunks) if arguments.page else None
     status, problem = 0, ""
     try:

@@ -15,7 +15,7 @@ from pagewire_client.local import LocalServer
 from pagewire_common.connection.address import split_address
 
 TRY_IT = """\
-OpenAI's API is at {url}/v1; gRPC at {target}; Ctrl-C ends both. Try:
+A page to try is at {url}; OpenAI's API at {url}/v1; gRPC at {target}; Ctrl-C ends both. Try:
 
 {try_it}
 {chat}

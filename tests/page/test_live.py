@@ -290,7 +290,7 @@ def test_axe_finds_no_violation(page: Any) -> None:
 
 
 def test_the_page_asks_for_a_key_and_connects_again(tab: Any) -> None:
-    tab.goto("http://page.test/")
+    tab.goto("http://page.test/#live")
     key = tab.get_by_label("An API key with admin")
     key.fill("wrong")
     key.press("Enter")

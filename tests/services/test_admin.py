@@ -77,7 +77,7 @@ async def test_a_lost_worker_is_counted_and_says_why(byte_tokenizer_directory: P
             async with grpc.aio.insecure_channel(two.admin_target) as other:
                 state = (await AdminServiceStub(other).GetClusterState(pb.GetClusterStateRequest())).state
     assert state.num_losses == state.workers[0].num_losses >= 4
-    assert state.num_preemptions > 0
+    assert state.num_preemptions == 0  # nothing lacked blocks
 
 
 async def test_a_watch_repeats_the_state_until_it_is_cancelled(stub: AdminServiceStub) -> None:

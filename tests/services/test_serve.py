@@ -23,9 +23,11 @@ def test_serve_says_what_to_try_and_ends_behind_an_answer_that_is_under_way(
     try:
         assert process.stderr is not None
         with process.stderr as words:
-            said = [next(line for line in words if line.startswith("OpenAI's API is at "))]
+            said = [next(line for line in words if line.startswith("A page to try is at "))]
             said += [next(words) for _ in range(4)]
-            assert said[0].startswith(f"OpenAI's API is at http://{listen}/v1; gRPC at 127.0.0.1:")
+            assert said[0].startswith(
+                f"A page to try is at http://{listen}; OpenAI's API at http://{listen}/v1; gRPC at 127.0.0.1:"
+            )
             assert said[2].startswith(f"curl http://{listen}/v1/chat/completions")
             body = {"model": MODEL, "messages": CHAT, "max_tokens": 300, "ignore_eos": True, "stream": True}
             with closing(http.client.HTTPConnection(listen)) as client:

@@ -1,0 +1,117 @@
+// One chat completion: the body that is sent, the stream that comes back, and the same request as curl and Python.
+
+/** The body of a request, from the settings' texts. Throws an Error whose message names the setting. */
+export function bodyOf(model, settings, messages) {
+  const body = { model, messages, stream: true };
+  if (settings.system.trim()) body.messages = [{ role: "system", content: settings.system }, ...messages];
+  for (const [name, text] of Object.entries(settings.numbers)) {
+    if (text.trim() === "") continue;
+    if (!Number.isFinite(Number(text))) throw new Error(`${name} must be a number, and is ${text}`);
+    body[name] = Number(text);
+  }
+  const stops = settings.stop.split("\n").filter(Boolean);
+  if (stops.length) body.stop = stops;
+  if (settings.tools.trim()) body.tools = parsed("The tools", settings.tools);
+  if (settings.schema.trim()) {
+    const schema = parsed("The JSON schema", settings.schema);
+    body.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
+  }
+  if (settings.logprobs) Object.assign(body, { logprobs: true, top_logprobs: 5 });
+  return body;
+}
+
+function parsed(name, text) {
+  try {
+    return JSON.parse(text);
+  } catch (problem) {
+    throw new Error(`${name}: ${problem.message}`);
+  }
+}
+
+/** Send a body and yield the answer so far, after each event. Throws an Error with the server's sentence. */
+export async function* answers(body, key, signal) {
+  const headers = { "Content-Type": "application/json" };
+  if (key) headers.Authorization = `Bearer ${key}`;
+  const response = await fetch("/v1/chat/completions", { method: "POST", headers, body: JSON.stringify(body), signal });
+  if (!response.ok) throw new Error(await sentence(response));
+  const answer = { content: "", reasoning: "", calls: [], tokens: [], finish: "" };
+  for await (const data of events(response.body)) {
+    if (data === "[DONE]") return;
+    const event = JSON.parse(data);
+    if (event.error) throw new Error(event.error.message);
+    for (const choice of event.choices ?? []) take(answer, choice);
+    yield answer;
+  }
+  throw new Error("the server ended the stream before the answer was complete");
+}
+
+/** The sentence of an error's answer. */
+export async function sentence(response) {
+  const text = await response.text();
+  try {
+    return JSON.parse(text).error.message;
+  } catch {
+    return text || `the server answered ${response.status}`;
+  }
+}
+
+function take(answer, { delta = {}, logprobs, finish_reason: finish }) {
+  answer.content += delta.content ?? "";
+  answer.reasoning += delta.reasoning_content ?? "";
+  for (const part of delta.tool_calls ?? []) {
+    const call = (answer.calls[part.index] ??= { id: "", name: "", arguments: "" });
+    call.id ||= part.id ?? "";
+    call.name += part.function?.name ?? "";
+    call.arguments += part.function?.arguments ?? "";
+  }
+  answer.tokens.push(...(logprobs?.content ?? []));
+  answer.finish = finish ?? answer.finish;
+}
+
+/** The data of server-sent events. */
+async function* events(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const lines = (rest + value).split("\n");
+      rest = lines.pop();
+      for (const line of lines) if (line.startsWith("data: ")) yield line.slice(6);
+    }
+  } finally {
+    reader.cancel().catch(() => {}); // stops the generation, if the answer is not complete
+  }
+}
+
+/** The message that continues a conversation after an answer. */
+export function messageOf(answer) {
+  const message = { role: "assistant", content: answer.content };
+  if (answer.calls.length)
+    message.tool_calls = answer.calls.map(({ id, name, arguments: text }) => ({
+      id, type: "function", function: { name, arguments: text },
+    }));
+  return message;
+}
+
+export function asCurl(body, origin, hasKey) {
+  const key = hasKey ? ` \\\n  -H "Authorization: Bearer $PAGEWIRE_CLIENT_API_KEY"` : "";
+  const text = JSON.stringify(body, null, 2).replaceAll("'", "'\\''");
+  return `curl -N ${origin}/v1/chat/completions \\\n  -H 'Content-Type: application/json'${key} \\\n  -d '${text}'`;
+}
+
+export function asPython(body, origin, hasKey) {
+  const { stream, ...rest } = body;
+  const key = hasKey ? 'os.environ["PAGEWIRE_CLIENT_API_KEY"]' : '"none"';
+  return `import json
+${hasKey ? "import os\n" : ""}
+from openai import OpenAI
+
+request = json.loads(r'''${JSON.stringify(rest, null, 2).replaceAll("'''", "\\u0027\\u0027\\u0027")}''')
+client = OpenAI(base_url="${origin}/v1", api_key=${key})
+for event in client.chat.completions.create(**request, stream=True):
+    for choice in event.choices:
+        print(choice.delta.content or "", end="", flush=True)
+`;
+}

@@ -1,0 +1,80 @@
+// Operate and Learn: an operator's commands, and experiments that are worth a look at the live view.
+import { html, useState } from "./vendor/preact.js";
+import { sentence } from "./chat.js";
+import { useChanges } from "./live/changes.js";
+import { workersOf } from "./live/world.js";
+
+async function send(key, method, path, body) {
+  const headers = { ...(key && { Authorization: `Bearer ${key}` }), ...(body && { "Content-Type": "application/json" }) };
+  const answer = await fetch(path, { method, headers, body: body && JSON.stringify(body) });
+  if (!answer.ok) throw new Error(await sentence(answer));
+  return answer.json();
+}
+
+export function Operate({ state: world, accessKey }) {
+  useChanges([world], 2);
+  const [said, setSaid] = useState("");
+  const [adapter, setAdapter] = useState("");
+  const [adapters, setAdapters] = useState(null);
+  const run = (what, ...command) =>
+    send(accessKey, ...command).then((found) => (setSaid(`${what}: done`), found)).catch((error) => setSaid(`${what}: ${error.message}`));
+  const list = () => run("list adapters", "GET", "/page/adapters").then((found) => found && setAdapters(found.adapters));
+  const named = encodeURIComponent(adapter);
+  return html`<div class="operate">
+    <section><h3>Workers</h3>
+      <p>A drained worker takes no new requests. Its requests finish or move to other workers.</p>
+      <ul>${workersOf(world).map(([id, worker]) => html`<li key=${id}>
+        ${id} <span class="quiet">${worker.state}</span>
+        <button type="button" onClick=${() => run(`drain ${id}`, "POST", "/page/drain", { worker: id })}>Drain</button>
+        <button type="button" onClick=${() => run(`undrain ${id}`, "POST", "/page/undrain", { worker: id })}>Undrain</button>
+      </li>`)}</ul></section>
+    <section><h3>Prefix cache</h3>
+      <p>Flush makes all workers forget cached blocks. Running requests keep theirs.</p>
+      <button type="button" onClick=${() => run("flush", "POST", "/page/flush")}>Flush</button></section>
+    <section><h3>Adapters</h3>
+      <label for="adapter">Name</label> <input id="adapter" value=${adapter} onInput=${(event) => setAdapter(event.target.value)} />
+      <button type="button" disabled=${!adapter} onClick=${() => run(`load ${adapter}`, "POST", `/page/adapters/${named}`).then(list)}>Load</button>
+      <button type="button" disabled=${!adapter} onClick=${() => run(`unload ${adapter}`, "DELETE", `/page/adapters/${named}`).then(list)}>Unload</button>
+      <button type="button" onClick=${list}>List</button>
+      ${adapters && html`<ul>${adapters.map((one) => html`<li key=${one.name}>${one.name} <span class="quiet">${one.num_bytes} bytes</span></li>`)}</ul>`}
+      ${adapters && !adapters.length && html`<p>No adapter is loaded.</p>`}</section>
+    <p role="status">${said}</p>
+  </div>`;
+}
+
+const LONG = "A scheduler shares the memory of its workers among requests. ".repeat(40);
+const EXPERIMENTS = [
+  {
+    name: "Fill the pool",
+    about: "Sixteen requests want more blocks than there are, if the pool is small. Watch the map fill up and the newest requests wait or lose their blocks.",
+    requests: () => Array.from({ length: 16 }, (_, i) => ({ prompt: `${i} ${LONG}`, max_tokens: 1000, ignore_eos: true })),
+  },
+  {
+    name: "Share a prefix",
+    about: "One prompt, four outputs: they hold the prompt's blocks together. The last block is copied before each output writes into it.",
+    requests: () => [{ prompt: LONG, n: 4, max_tokens: 200, ignore_eos: true }],
+  },
+];
+
+/** Experiments beside the live view, with a server that `pagewire serve` started. */
+export function Learn({ accessKey }) {
+  const [said, setSaid] = useState("");
+  const run = ({ name, requests }) => {
+    const all = requests();
+    setSaid(`${name}: ${all.length === 1 ? "one request" : `${all.length} requests`} under way`);
+    Promise.allSettled(all.map((one) => send(accessKey, "POST", "/v1/completions", one))).then((ends) => {
+      const failed = ends.find((one) => one.status === "rejected");
+      setSaid(failed ? `${name}: ${failed.reason.message}` : `${name}: done`);
+    });
+  };
+  const kill = () =>
+    send(accessKey, "POST", "/page/learn/kill-worker").then(
+      () => setSaid("The worker is killed."),
+      (error) => setSaid(error.message),
+    );
+  return html`<section class="learn" aria-label="Experiments"><ul>
+    ${EXPERIMENTS.map((one) => html`<li key=${one.name}><button type="button" onClick=${() => run(one)}>${one.name}</button> <span>${one.about}</span></li>`)}
+    <li><button type="button" onClick=${kill}>Kill the worker</button>
+      <span>Its requests go back to the queue with the tokens that they have. Streams pause, and go on when the worker is there again.</span></li>
+    </ul><p role="status">${said}</p></section>`;
+}
