@@ -102,7 +102,9 @@ export function asCurl(body, origin, hasKey) {
 }
 
 export function asPython(body, origin, hasKey) {
-  const { stream, ...rest } = body;
+  const { stream, min_p, repetition_penalty, ...rest } = body;
+  const extra = Object.entries({ min_p, repetition_penalty }).filter(([, value]) => value !== undefined);
+  if (extra.length) rest.extra_body = Object.fromEntries(extra); // not parameters of OpenAI's package
   const key = hasKey ? 'os.environ["PAGEWIRE_CLIENT_API_KEY"]' : '"none"';
   return `import json
 ${hasKey ? "import os\n" : ""}

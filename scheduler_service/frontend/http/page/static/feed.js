@@ -21,6 +21,7 @@ export async function follow(world, key, tell, signal) {
       }
       throw new Error("the server ended the feed");
     } catch (problem) {
+      if (signal.aborted) return;
       if (problem instanceof Refused) throw problem;
       tell(`Not connected: ${problem.message}. What is shown is old.`);
     }

@@ -41,7 +41,7 @@ function Page({ info }) {
         <label for="key">${view === "play" ? "An API key" : "An API key with admin"}</label>
         <input id="key" type="password" autocomplete="off" required /><button>show</button>
         ${refusal && html`<p role="alert">${refusal}</p>`}</form>`;
-    if (view === "play") return html`<h2>Play</h2><${Play} accessKey=${key} />`;
+    if (view === "play") return null;
     if (view === "operate") return html`<h2>Operate</h2><${Operate} state=${world} accessKey=${key} />`;
     return html`<h2>${views[view]}</h2>
       ${view === "learn" && html`<${Learn} accessKey=${key} />`}
@@ -53,7 +53,9 @@ function Page({ info }) {
       <p role="status">${info.recording ? "recording" : state}</p>
       <label>Colours <select onChange=${(event) => (document.documentElement.style.colorScheme = THEMES[event.target.value])}>
         ${Object.keys(THEMES).map((name) => html`<option>${name}</option>`)}</select></label></header>
-    <main>${show()}</main>`;
+    <main>${show()}
+      ${!info.recording && key !== null && html`<div hidden=${view !== "play"}><h2>Play</h2><${Play} accessKey=${key} /></div>`}
+    </main>`; // Play stays there while others are shown, so that its chat is not lost
 }
 
 function viewOf(views) {
