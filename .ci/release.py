@@ -21,7 +21,7 @@ PROMPT = "The capital of France is"
 
 
 def problems(version: str, root: Path = ROOT) -> Iterator[str]:
-    """What hinders a release of this version, in sentences that say what to do."""
+    """The reasons against a release of this version, as sentences that say what to do."""
     if not re.fullmatch(r"\d+\.\d+\.\d+", version):
         yield f"VERSION is {version!r}; it must be three numbers, such as 1.2.0"
         return

@@ -7,6 +7,8 @@ export function bodyOf(model, settings, messages) {
   for (const [name, text] of Object.entries(settings.numbers)) {
     if (text.trim() === "") continue;
     if (!Number.isFinite(Number(text))) throw new Error(`${name} must be a number, and is ${text}`);
+    const isWhole = /^-?\d+$/.test(text.trim());
+    if (isWhole && !Number.isSafeInteger(Number(text))) throw new Error(`${name} is beyond the page's whole numbers, which end at 2^53`);
     body[name] = Number(text);
   }
   const stops = settings.stop.split("\n").filter(Boolean);

@@ -61,6 +61,10 @@ export function Play({ accessKey }) {
     for (const [side, one] of ends.entries())
       if (one.status === "rejected" && one.reason.name === "AbortError") found[side] = { ...found[side], finish: "stopped here" };
     draw();
+    if (failed && found.every((one) => !one.content && !one.calls.length)) {
+      setTurns(before); // a refused question is no turn of the conversation
+      question.current.value ||= text;
+    }
     setRunning(null);
   };
   const send = (event) => {
@@ -104,7 +108,7 @@ export function Play({ accessKey }) {
           <label class="check"><input type="checkbox" checked=${both} disabled=${running} onChange=${(event) => setBoth(event.target.checked)} /> two answers side by side</label>
         </div>
       </form>
-      ${sent && html`<${Code} body=${sent[0]} hasKey=${Boolean(accessKey)} />`}
+      ${sent?.map((body, side) => html`<${Code} key=${side} body=${body} hasKey=${Boolean(accessKey)} />`)}
     </section>
     <div class="all-settings">
       ${settings.slice(0, both ? 2 : 1).map((one, side) => html`<${Settings} key=${side} side=${side} both=${both} settings=${one} change=${(to) => change(side, to)} />`)}
