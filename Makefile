@@ -111,10 +111,10 @@ operators: setup
 # transformers, pytest, hypothesis and peft, and this project's own packages. Without a network, PEER brings these: see
 # bench-gpu. pyproject.toml's pytest options are not used, because they need plugins that may be missing.
 GPU_TESTS := $(wildcard tests/kernels/test_triton_*.py) $(addprefix tests/kernels/test_,attention_by_position.py \
-  invariant_products.py shared_parts.py) $(addprefix tests/worker/,execution/test_batch.py \
+  invariant_products.py shared_parts.py) $(addprefix tests/worker/,execution/test_model_runner.py \
   execution/test_cache_engine.py execution/test_decode_graphs.py execution/test_decode_inputs.py execution/test_logprobs.py \
   execution/test_running_ahead.py execution/test_sampler.py models/test_architectures.py models/test_llama.py \
-  parallel/test_ranks.py)
+  models/test_mixtures.py loading/test_mx_float4.py parallel/test_ranks.py)
 test-gpu:
 	PYTHONPATH="$(CURDIR):$(CURDIR)/protos$(PEER:%=:%/pagewire)" $(PYTHON) -m pytest -c /dev/null --rootdir . -p no:cacheprovider -ra $(GPU_TESTS)
 

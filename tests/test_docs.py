@@ -2,6 +2,7 @@
 
 import enum
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
@@ -269,6 +270,14 @@ def test_every_command_that_a_page_names_is_there(page: Path) -> None:
             assert name in BENCHES, text
         for target in re.findall(r"(?:^|[ ;&])make ([a-z-]+)", text):
             assert target in targets, text
+
+
+def test_every_test_that_runs_on_a_gpu_exists() -> None:
+    command = ["make", "--dry-run", "test-gpu"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    tests = re.findall(r"tests/\S+\.py", printed)
+    assert len(tests) > 20
+    assert [test for test in tests if not (ROOT / test).is_file()] == []
 
 
 def test_every_setting_is_in_the_table_of_flags_with_its_default_and_its_choices() -> None:

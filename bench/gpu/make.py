@@ -10,10 +10,10 @@ from packaging.utils import parse_wheel_filename
 
 from bench.gpu.inventory import Inventory, normalised
 from bench.gpu.pieces import Part, cut, write_archive, write_manifest
-from bench.gpu.resolve import PackError, Plan, platforms, project_requirements, read_pins, resolve
+from bench.gpu.resolve import PackError, Plan, platforms, read_pins, resolve
 
 ROOT = Path(__file__).parents[2]
-EXTRAS = ("scheduler", "worker", "client")
+GROUPS = ("scheduler", "worker", "client")
 LEFT_OUT = (
     # FlashAttention 2 (190 MB) is left out, because vLLM uses FlashAttention 3 on Hopper
     "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so",
@@ -26,7 +26,9 @@ def plan(machine: Inventory, vllm: str, folder: Path) -> dict[str, Plan]:
     pins = read_pins(ROOT / "constraints.txt")
     # The code generated from protos/ requires at least its generator's versions.
     runtime = [Requirement(f"{name}>={next(iter(pins[name])).version}") for name in ("grpcio", "protobuf")]
-    ours = [*project_requirements(ROOT / "pyproject.toml", EXTRAS), *runtime, Requirement("aiohttp")]
+    command = [sys.executable, str(ROOT / "deploy/wheel/requirements.py"), *GROUPS]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    ours = [*map(Requirement, lines), *runtime]
 
     def fetch(requirement: str) -> Path:
         return download(requirement, machine, folder / "wheels")

@@ -4,10 +4,9 @@ The requirements of installed packages are assumed to be met. If a requirement o
 older version is tried.
 """
 
-import tomllib
 import zipfile
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from email.parser import HeaderParser
 from pathlib import Path
@@ -123,17 +122,6 @@ def _follow(
             if (wheel, extra) not in followed:
                 followed.add((wheel, extra))
                 queue.extend((further, name) for further in _requirements_of(wheel, extra, machine))
-
-
-def project_requirements(pyproject: Path, extras: Iterable[str]) -> Iterator[Requirement]:
-    """The requirements in the pyproject.toml of a project without a wheel."""
-    project = tomllib.loads(pyproject.read_text())["project"]
-    lines = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
-    for requirement in map(Requirement, lines):
-        if requirement.name == project["name"]:
-            yield from project_requirements(pyproject, requirement.extras)
-        else:
-            yield requirement
 
 
 def read_pins(constraints: Path) -> dict[str, SpecifierSet]:

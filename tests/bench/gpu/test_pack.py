@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,21 @@ def test_what_is_made_here_is_joined_there_with_the_code_that_is_generated(
     assert printed.split() == ["0.25.1", f"{there}/pagewire/pagewire/v1/worker_service_pb2.py"]
     manifest = json.loads((tmp_path / "pack/manifest.json").read_text())
     assert [part["versions"] for part in manifest] == [{"vllm": "0.25.1"}, {"structlog": "26.1"}]
+
+
+def test_requirements_of_both_services_and_the_client_are_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[set[str]] = []
+
+    def note(requirements: Iterable[Requirement], *_: object) -> Plan:
+        asked.append({requirement.name for requirement in requirements})
+        return Plan()
+
+    monkeypatch.setattr(make, "resolve", note)
+    run(monkeypatch, "plan", tmp_path / "pack")
+    assert asked[0] == {"vllm"}
+    assert asked[1] >= {"aiohttp", "grpcio", "protobuf", "rich", "torch"}
 
 
 def test_a_plan_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

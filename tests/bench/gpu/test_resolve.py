@@ -10,7 +10,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from bench.gpu.inventory import Inventory
-from bench.gpu.resolve import Fetch, PackError, platforms, project_requirements, read_pins, resolve, version_of
+from bench.gpu.resolve import Fetch, PackError, platforms, read_pins, resolve, version_of
 
 MACHINE = Inventory("3.12", "x86_64", "2.35", {"torch": "2.11.0+cu130", "numpy": "2.5.2", "regex": None})
 
@@ -107,15 +107,6 @@ def test_kernels_that_serving_makes_no_use_of_are_not_brought(index: Index) -> N
 def test_a_pin_holds_where_no_requirement_is_against_it(index: Index) -> None:
     fetch = index({"server 1.0": ["web", "other>=2"], "web 1": [], "web 2": [], "other 1": [], "other 3": []})
     assert versions(fetch, "server", web="==1", other="==1") == {"server": "1.0", "web": "1", "other": "3"}
-
-
-def test_requirements_of_this_project_follow_its_own_extras(tmp_path: Path) -> None:
-    (tmp_path / "pyproject.toml").write_text(
-        '[project]\nname = "own"\ndependencies = ["base"]\n'
-        'optional-dependencies = {service = ["logs"], worker = ["own[service]", "torch"]}\n'
-    )
-    found = {requirement.name for requirement in project_requirements(tmp_path / "pyproject.toml", ["worker"])}
-    assert found == {"base", "logs", "torch"}
 
 
 def test_pins_are_read_by_normalised_names(tmp_path: Path) -> None:
