@@ -75,6 +75,11 @@ class WorkerSettings(ServiceSettings):
     max_num_seqs: int = Field(256, ge=1, description="most sequences computed in one step")
     max_model_len: int | None = Field(None, ge=1, description="most tokens of a sequence; by default the model's limit")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of the GPU's memory to use in all")
+    disable_hybrid_kv_cache_manager: bool = Field(
+        False,
+        description="keep whole contexts in the KV cache also for layers with a sliding window, as on a GPU and with a "
+        "network that drafts, if other layers have no window",
+    )
     enforce_eager: bool = Field(
         False,
         description="on a GPU, launch the kernels of steps one by one, without CUDA graphs captured at start, whose "

@@ -2,10 +2,17 @@
 
 import enum
 import math
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 MAX_BLOCKS = 2**22
 """Blocks of one worker, for which the scheduler's tables fit in memory."""
+
+
+MAX_LAYER_GROUPS = 8
+"""Each has a block table for every sequence."""
 
 
 class PreemptionMode(enum.Enum):
@@ -27,11 +34,30 @@ class PhaseRule(enum.Enum):
     SEPARATE = "separate"
 
 
+class LayerGroup(NamedTuple):
+    """Layers whose keys and values stay in the cache equally long. Each group has a block table of its own. All groups'
+    blocks have the same number of bytes, and come from one pool."""
+
+    block_size: int
+    """Tokens of a block."""
+    window: int = 0
+    """Tokens that each token attends to, including itself (0: all)."""
+
+    def blocks_within_window(self, chunk: int) -> int:
+        """Blocks that the window and a chunk touch together, at any offset in a block."""
+        return (self.window - 1 + chunk - 2) // self.block_size + 2
+
+    def first_needed(self, num_tokens: int) -> int:
+        """The first block that the tokens after the first `num_tokens` attend to."""
+        return max(0, num_tokens - self.window + 1) // self.block_size if self.window else 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """Sizes and budgets. A value out of range raises ValueError with the field's name and its limit."""
 
     block_size: int
+    """Tokens of a block or, with several groups of layers, of a whole number of each group's blocks."""
     num_device_blocks: int
     """Device blocks; 0 for an encoder model, which stores no keys and values and computes a prompt in one step."""
     max_num_batched_tokens: int
@@ -54,8 +80,10 @@ class SchedulerConfig:
     num_lookahead_slots: int = 0
     """Draft tokens that a sequence's blocks must have room for."""
     sliding_window: int = 0
-    """Tokens that each token attends to, including itself (0: all). Blocks behind the window are freed, and prefixes
-    are not cached."""
+    """Tokens that each token attends to in all layers, including itself (0: all). Blocks behind the window are
+    freed."""
+    layer_groups: tuple[LayerGroup, ...] = ()
+    """The groups of layers, if there are several."""
     prefix_caching: bool = True
     phase_rule: PhaseRule = PhaseRule.CHUNKED
     delay_factor: float = 0.0
@@ -99,6 +127,7 @@ class SchedulerConfig:
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
+        self._check_layer_groups()
         if not 0 <= self.delay_factor < math.inf:
             raise ValueError(f"delay_factor is {self.delay_factor}; it must be at least 0 and finite")
         if self.delay_factor and self.phase_rule is PhaseRule.CHUNKED:
@@ -130,28 +159,43 @@ class SchedulerConfig:
                 f"{self.num_device_blocks * self.block_size} tokens"
             )
 
+    def _check_layer_groups(self) -> None:
+        """Raise ValueError if the groups of layers contradict other fields."""
+        if not self.layer_groups:
+            return
+        if self.sliding_window or self.max_num_encoder_tokens or self.is_encoder:
+            raise ValueError("layer_groups excludes sliding_window, encoders, and encoder inputs")
+        if len(self.layer_groups) > MAX_LAYER_GROUPS:
+            raise ValueError(f"layer_groups has {len(self.layer_groups)} groups; the limit is {MAX_LAYER_GROUPS}")
+        for group in self.layer_groups:
+            if group.block_size < 1 or group.window < 0 or self.block_size % group.block_size:
+                raise ValueError(
+                    f"layer_groups has a block of {group.block_size} tokens and a window of {group.window}; block_size "
+                    f"({self.block_size}) must be a multiple of each block, and a window at least 0"
+                )
+
+    @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """The groups of layers, of which the first is a group without a window, if there is one."""
+        groups = self.layer_groups or (LayerGroup(self.block_size, self.sliding_window),)
+        return tuple(sorted(groups, key=lambda group: group.window > 0))
+
     @property
     def is_encoder(self) -> bool:
         return not self.num_device_blocks
 
     @property
     def caches_prefixes(self) -> bool:
-        return self.prefix_caching and not (self.sliding_window or self.is_encoder)
-
-    @property
-    def max_blocks_per_sequence(self) -> int:
-        """The whole pool or, with a sliding window, the blocks that the window and a chunk touch."""
-        if not self.sliding_window:
-            return self.num_device_blocks
-        chunk = self.max_num_batched_tokens + self.num_lookahead_slots
-        return blocks_within_window(self.sliding_window, chunk, self.block_size)
+        return self.prefix_caching and not self.is_encoder
 
     @property
     def max_sequence_tokens(self) -> int:
         """Tokens of one sequence: the model's limit, or the pool's room if that is smaller."""
-        if self.is_encoder or (self.sliding_window and self.max_blocks_per_sequence <= self.num_device_blocks):
+        if self.is_encoder:
             return self.max_model_len
-        return min(self.max_model_len, self.num_device_blocks * self.block_size - self.num_lookahead_slots)
+        chunk = self.max_num_batched_tokens + self.num_lookahead_slots
+        most = self.max_model_len + self.num_lookahead_slots
+        return tokens_that_fit(self.groups, self.num_device_blocks, chunk, most) - self.num_lookahead_slots
 
 
 def default_prefill_chunk(max_num_batched_tokens: int) -> int:
@@ -160,6 +204,12 @@ def default_prefill_chunk(max_num_batched_tokens: int) -> int:
     return -(-max_num_batched_tokens // 4)
 
 
-def blocks_within_window(sliding_window: int, chunk: int, block_size: int) -> int:
-    """Blocks that a sliding window and a chunk touch together, at any offset in a block."""
-    return (sliding_window - 1 + chunk - 2) // block_size + 2
+def blocks_of_tokens(groups: Sequence[LayerGroup], num_tokens: int, chunk: int) -> int:
+    """Blocks of one sequence of `num_tokens` tokens, computed in chunks of at most `chunk` tokens."""
+    numbers = ((-(-num_tokens // group.block_size), group) for group in groups)
+    return sum(min(all_, group.blocks_within_window(chunk)) if group.window else all_ for all_, group in numbers)
+
+
+def tokens_that_fit(groups: Sequence[LayerGroup], num_blocks: int, chunk: int, most: int) -> int:
+    """Tokens of the longest sequence, at most `most`, that `num_blocks` blocks have room for."""
+    return bisect_right(range(1, most + 1), num_blocks, key=lambda n: blocks_of_tokens(groups, n, chunk))

@@ -1,5 +1,6 @@
 """The plan of a step, the worker's answer, and the result for each sequence."""
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ class BlockTableUpdate(NamedTuple):
     sequence_id: int
     start: int
     block_ids: list[int]
+    layer_group: int = 0
 
 
 class NewSequence(NamedTuple):
@@ -29,6 +31,8 @@ class NewSequence(NamedTuple):
     sequence: Sequence
     block_ids: list[int]
     num_computed_tokens: int
+    further_tables: SequenceOf[list[int]] = ()
+    """The block tables of further groups of layers."""
 
 
 class Fork(NamedTuple):
@@ -39,6 +43,7 @@ class Fork(NamedTuple):
     num_tokens: int
     block_ids: list[int]
     num_computed_tokens: int
+    further_tables: SequenceOf[list[int]] = ()
 
 
 @dataclass(slots=True)

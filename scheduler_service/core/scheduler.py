@@ -77,6 +77,7 @@ class Scheduler:
         self._writer = StepWriter(session)
         self._evidence = Evidence(session)
         self._answers = Answers(session)
+        self._has_windows = any(group.window for group in config.groups)
         self.running = self._groups.running  # in the order of admission
         self.swapped = self._groups.swapped  # the first resumes first
         self.num_preemptions = self._preemption.counts
@@ -94,7 +95,7 @@ class Scheduler:
         suspect = self._suspects.next(step) if may_suspect else None
         if suspect is not None and self._in_flight.outputs:
             return self._writer.write_nothing(step)
-        if self.config.sliding_window:
+        if self._has_windows:
             self._release_behind_window()
         if suspect is not None or not self._repeat(step):
             step.budget.take(num_seqs=self._groups.num_running_seqs)
@@ -297,8 +298,8 @@ def _blocks(config: SchedulerConfig, member: Member, waiting: WaitingQueue) -> B
         config.watermark,
         prefix_caching=config.caches_prefixes,
         num_lookahead_slots=config.num_lookahead_slots,
-        sliding_window=config.sliding_window,
-        max_blocks_per_sequence=config.max_blocks_per_sequence,
+        layer_groups=config.groups,
+        max_chunk=config.max_num_batched_tokens,
         max_sequence_tokens=config.max_sequence_tokens,
         directory=waiting.balancer.directory,
         bit=member.bit,

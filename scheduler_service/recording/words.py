@@ -57,6 +57,10 @@ def _scheduled(step: wire.SchedulerOutput) -> list[str]:
     ]
 
 
+def _tables(message: wire.NewSequence | wire.Fork) -> str:
+    return ", ".join(_blocks(table.block_ids) for table in (message, *message.further_tables))
+
+
 def _pairs(mapping: wire.BlockMapping) -> list[str]:
     return [f"{source} to {to}" for source, to in zip(mapping.sources, mapping.destinations, strict=False)]
 
@@ -66,7 +70,7 @@ PARTS: dict[str, Callable[[wire.SchedulerOutput], list[str]]] = {
     "computes tokens": _scheduled,
     "new sequences": lambda step: [
         f"{new.sequence_id} ({_tokens(new.token_ids)}, {new.num_prompt_tokens} of them prompt, "
-        f"{new.num_computed_tokens} computed; {_blocks(new.block_ids)})"
+        f"{new.num_computed_tokens} computed; {_tables(new)})"
         for new in step.new_sequences
     ],
     "adapters of new sequences": lambda step: [
@@ -78,11 +82,13 @@ PARTS: dict[str, Callable[[wire.SchedulerOutput], list[str]]] = {
     "forks": lambda step: [
         f"{fork.child_sequence_id} as output {fork.index} of {fork.parent_sequence_id} ({fork.num_tokens} of its "
         f"tokens and {_tokens(fork.token_ids)} of its own, {fork.num_computed_tokens} computed; "
-        f"{_blocks(fork.block_ids)})"
+        f"{_tables(fork)})"
         for fork in step.forks
     ],
     "block tables": lambda step: [
-        f"{update.sequence_id} from {update.start}: {_blocks(update.block_ids)}" for update in step.block_table_updates
+        f"{update.sequence_id} from {update.start}: {_blocks(update.block_ids)}"
+        + (f" of layer group {update.layer_group}" if update.layer_group else "")
+        for update in step.block_table_updates
     ],
     "swaps out blocks": lambda step: _pairs(step.blocks_to_swap_out),
     "swaps in blocks": lambda step: _pairs(step.blocks_to_swap_in),

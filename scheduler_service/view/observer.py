@@ -12,7 +12,7 @@ from typing import Any
 
 from scheduler_service.core import SequenceGroup, WaitingQueue
 from scheduler_service.view.events import Events
-from scheduler_service.view.requests import PLACE, WORKER, Changing, RequestView, changing_fields
+from scheduler_service.view.requests import PLACE, WORKER, AllTables, Changing, RequestView, changing_fields
 from scheduler_service.view.words import why_waits
 from scheduler_service.view.workers import WorkerNow, WorkerView
 
@@ -113,7 +113,7 @@ class Observer:
         for one in workers:
             if (scheduler := one.scheduler) is None:
                 continue
-            state, tables = "stalled" if one.is_stalled(now) else "running", scheduler.blocks.tables
+            state, tables = "stalled" if one.is_stalled(now) else "running", scheduler.blocks.all_tables
             for group in scheduler.running:
                 id_ = group.request_id
                 view = before.get(id_)
@@ -127,7 +127,7 @@ class Observer:
                 self._see(group, before, changing_fields(group, one.address, state), tables, changed)
             for group in scheduler.swapped:
                 changing = changing_fields(group, one.address, "swapped")
-                self._see(group, before, changing, scheduler.blocks.host_tables, changed)
+                self._see(group, before, changing, scheduler.blocks.all_host_tables, changed)
         schedulers = [one.scheduler for one in workers if one.scheduler is not None]
         for place, group in enumerate(waiting.upcoming(MAX_PLACES, equals=False)):
             view = before.get(group.request_id)
@@ -156,10 +156,10 @@ class Observer:
         group: SequenceGroup,
         before: Mapping[str, RequestView],
         changing: Changing,
-        tables: Mapping[int, list[int]] | None,
+        tables: AllTables | None,
         changed: dict[str, Any],
     ) -> None:
-        """`tables`: of the pool that has the request's blocks."""
+        """`tables`: of the pool that has the request's blocks, for each group of layers."""
         id_ = group.request_id
         view = before.get(id_)
         if view is None or view.group is not group:

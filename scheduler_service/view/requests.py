@@ -23,6 +23,8 @@ CHANGING = (
 WORKER, STATE, PLACE, _, _, COMPUTED, OUTPUT, PREEMPTIONS, RECOMPUTES = range(len(CHANGING))
 
 Changing = tuple[Any, ...]
+AllTables = Sequence[Mapping[int, list[int]]]
+"""Block tables by sequence id, for each group of layers."""
 
 
 class RequestView:
@@ -60,7 +62,7 @@ class RequestView:
         history = group.history
         return bool(self.changing[PREEMPTIONS:] == (history.num_swaps, history.num_recomputes))
 
-    def look_at_decode(self, worker: str, tables: Mapping[int, list[int]]) -> dict[str, Any] | None:
+    def look_at_decode(self, worker: str, tables: AllTables) -> dict[str, Any] | None:
         """The same as `look`, for a running request that decoded at the last look, and has not been preempted since: it
         takes half the time. None if the request is another or does something else."""
         group, before = self.group, self.changing
@@ -84,12 +86,13 @@ class RequestView:
         if before[COMPUTED] != num_computed or before[OUTPUT] != num_output_tokens:
             changed = {"computed_tokens": num_computed, "output_tokens": num_output_tokens}
             self.changing = (*before[:COMPUTED], num_computed, num_output_tokens, *before[PREEMPTIONS:])
-        table = tables.get(output.id)
-        if (table is None or self.tables.get("0") != table) and (moves := self._look_at_tables(tables)):
+        table = tables[0].get(output.id)
+        is_same = len(tables) == 1 and table is not None and self.tables.get("0") == table
+        if not is_same and (moves := self._look_at_tables(tables)):
             changed["tables"] = moves
         return changed
 
-    def look(self, changing: Changing, tables: Mapping[int, list[int]] | None) -> dict[str, Any] | None:
+    def look(self, changing: Changing, tables: AllTables | None) -> dict[str, Any] | None:
         """Note new values, and return those that changed. `tables`: the tables of the pool that holds the blocks."""
         changed: dict[str, Any] | None = None
         if (before := self.changing) != changing:
@@ -102,19 +105,22 @@ class RequestView:
                 pairs = zip(CHANGING, before, changing, strict=True)
                 changed = {name: new for name, old, new in pairs if old != new}
         if tables is not None or self.tables:
-            moves = self._look_at_tables(tables or {})
+            moves = self._look_at_tables(tables or ())
             if moves:
                 changed = changed or {}
                 changed["tables"] = moves
         return changed
 
-    def _look_at_tables(self, tables: Mapping[int, list[int]]) -> dict[str, Any]:
+    def _look_at_tables(self, tables: AllTables) -> dict[str, Any]:
         group, known = self.group, self.tables
         moves: dict[str, Any] = {}
         outputs = group.sequences
-        found = {str(one.index): tables[one.id] for one in outputs if one.id in tables}
-        if group.encoder is not None and group.encoder.id in tables:
-            found["encoder"] = tables[group.encoder.id]
+        found: dict[str, list[int]] = {}
+        for number, by_id in enumerate(tables):
+            suffix = f".{number}" if number else ""
+            found |= {f"{one.index}{suffix}": by_id[one.id] for one in outputs if one.id in by_id}
+            if group.encoder is not None and group.encoder.id in by_id:
+                found["encoder"] = by_id[group.encoder.id]
         for name in known.keys() - found.keys():
             moves[name] = (0, [])
         for name, table in found.items():

@@ -72,7 +72,7 @@ def _why_not_on(group: SequenceGroup, scheduler: Scheduler) -> str:
         case AllocStatus.NEVER:
             return "the request never fits"
         case AllocStatus.LATER:
-            needed = blocks.sizes.blocks_of_group(group)
+            needed = blocks.num_blocks_of(group)
             reserve = blocks.num_watermark_blocks if scheduler.running else 0
             kept = f", of which {reserve} are kept for running requests" if reserve else ""
             return f"it needs {many(needed, 'block')} less those cached, and {blocks.device.num_free} are free{kept}"

@@ -50,6 +50,7 @@ class WorkerInfo(NamedTuple):
     max_encoder_len: int = 0
     max_num_encoder_tokens: int = 0
     feature_bytes: int = 0
+    layer_groups: Sequence[pb.LayerGroup] = ()
 
 
 def decode_worker_info(message: worker_pb.GetWorkerInfoResponse) -> WorkerInfo:
@@ -89,11 +90,17 @@ def _encode_table(block_ids: list[int]) -> list[int]:
     return [block if block > 0 else 0 for block in block_ids]
 
 
+def _fill_further_tables(messages: Any, tables: Sequence[list[int]]) -> None:
+    for table in tables:
+        fill_column(messages.add(), "block_ids", _encode_table(table))
+
+
 def _fill_new_sequence(message: pb.NewSequence, new: NewSequence) -> None:
     sequence = new.sequence
     message.sequence_id = sequence.id
     message.num_computed_tokens = new.num_computed_tokens
     fill_column(message, "block_ids", _encode_table(new.block_ids))
+    _fill_further_tables(message.further_tables, new.further_tables)
     message.adapter_id = sequence.group.adapter_id
     message.trace_parent = sequence.group.trace_parent
     if isinstance(sequence, EncoderSequence):
@@ -119,6 +126,7 @@ def _fill_fork(message: pb.Fork, fork: Fork) -> None:
     fill_column(message, "token_ids", fork.child.tokens_between(fork.num_tokens, fork.child.num_tokens))
     message.num_computed_tokens = fork.num_computed_tokens
     fill_column(message, "block_ids", _encode_table(fork.block_ids))
+    _fill_further_tables(message.further_tables, fork.further_tables)
     message.index = fork.child.index
 
 
@@ -132,8 +140,10 @@ def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.Scheduler
         preempted=output.preempted,
     )
     # Created in place: protobuf would serialize and parse a finished message again.
-    for sequence_id, start, block_ids in output.block_table_updates:
-        message.block_table_updates.add(sequence_id=sequence_id, start=start, block_ids=_encode_table(block_ids))
+    for sequence_id, start, block_ids, layer_group in output.block_table_updates:
+        message.block_table_updates.add(
+            sequence_id=sequence_id, start=start, block_ids=_encode_table(block_ids), layer_group=layer_group
+        )
     for new in output.new_sequences:
         _fill_new_sequence(message.new_sequences.add(), new)
     for fork in output.forks:

@@ -24,6 +24,7 @@ from google.protobuf.message import Message
 
 from pagewire.v1 import engine_service_pb2 as pb
 from scheduler_service.core import EncoderInput, SamplingParams, SequenceGroup
+from scheduler_service.core.config import LayerGroup
 from scheduler_service.wire.sampling import RequestSampling
 
 SHORT = 512
@@ -124,9 +125,9 @@ def _write(message: Message, field: FieldDescriptor, value: Any) -> None:
         column = getattr(message, name)
         if field.message_type is None:
             column.extend(value)
-        else:  # for TokenSequence
+        else:
             for item in value:
-                column.add(token_ids=item)
+                column.add(**item._asdict() if isinstance(item, LayerGroup) else {"token_ids": item})
     elif field.message_type is not None:
         encode_fields(type(value), value, getattr(message, name))
     else:
@@ -147,6 +148,8 @@ def _reader(field: FieldDescriptor, hint: Any) -> Callable[[Any], Any]:
     if origin is frozenset:
         return frozenset
     if origin is not None:  # the type is a tuple or a list
+        if typing.get_args(hint)[0] is LayerGroup:
+            return _read_layer_groups
         return tuple if field.message_type is None else _read_sequences
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return lambda number: decode_enum(hint, field.enum_type, number)
@@ -158,6 +161,10 @@ def _reader(field: FieldDescriptor, hint: Any) -> Callable[[Any], Any]:
 
 def _read_plain(value: Any) -> Any:
     return value
+
+
+def _read_layer_groups(messages: Any) -> tuple[LayerGroup, ...]:
+    return tuple(LayerGroup(one.block_size, one.window) for one in messages)
 
 
 def _read_sequences(messages: Any) -> tuple[tuple[int, ...], ...]:

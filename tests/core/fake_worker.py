@@ -4,6 +4,7 @@ It knows only SchedulerOutputs, and checks before each "attention" that every sl
 token is a function of the prefix, so the right output of a request is known.
 """
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from itertools import chain
 from random import Random
@@ -94,7 +95,8 @@ def reference_output(group: SequenceGroup, index: int, max_sequence_tokens: int)
 @dataclass
 class Mirror:
     tokens: list[int]
-    table: list[int]
+    tables: list[list[int]]
+    """Of each group of layers."""
     index: int
     num_computed: int
     num_draft: int = 0
@@ -147,21 +149,22 @@ class FakeWorker:
             self.slots[destination] = list(self.host_slots[source])
         for source, destination in output.blocks_to_copy:
             self.slots[destination] = list(self.slots[source])
-        for sequence, table, num_computed in output.new_sequences:
+        for sequence, table, num_computed, further in output.new_sequences:
             assert sequence.id not in self.mirrors, "a known sequence was sent as new"
-            mirror = Mirror(list(sequence.token_ids), list(table), sequence.index, num_computed)
+            mirror = Mirror(list(sequence.token_ids), self._tables(table, further), sequence.index, num_computed)
             self._give_encoder(mirror, sequence)
             self.mirrors[sequence.id] = mirror
-        for parent_id, child, num_tokens, table, num_computed in output.forks:
+        for parent_id, child, num_tokens, table, num_computed, further in output.forks:
             assert child.id not in self.mirrors, "a known sequence was forked"
             assert num_tokens <= len(self.mirrors[parent_id].tokens)
             tokens = self.mirrors[parent_id].tokens[:num_tokens] + child.token_ids[num_tokens:]
             parent = self.mirrors[parent_id]
             assert num_computed <= parent.num_computed, "a fork begins behind what its parent has computed"
-            mirror = Mirror(tokens, list(table), child.index, num_computed, encoder=parent.encoder, seed=parent.seed)
+            tables = self._tables(table, further)
+            mirror = Mirror(tokens, tables, child.index, num_computed, encoder=parent.encoder, seed=parent.seed)
             self.mirrors[child.id] = mirror
         for update in output.block_table_updates:
-            table = self.mirrors[update.sequence_id].table
+            table = self.mirrors[update.sequence_id].tables[update.layer_group]
             assert update.start <= len(table)
             table[update.start :] = update.block_ids
         for sequence_id in output.finished:
@@ -199,6 +202,10 @@ class FakeWorker:
                 ]
         return answer
 
+    @staticmethod
+    def _tables(table: list[int], further: SequenceOf[list[int]]) -> list[list[int]]:
+        return [list(table), *map(list, further)]
+
     def _draft(self, mirror: Mirror, room: int) -> int:
         """Append drafts, most of them right; returns their number."""
         number = room if self.drafting is None else self.drafting.randint(0, room)
@@ -219,7 +226,7 @@ class FakeWorker:
         assert (mirror.num_computed, num_tokens) == (0, len(mirror.tokens)), "an encoder's input is not computed whole"
         mirror.num_computed = num_tokens
         for position, stored in enumerate(self._encoded(mirror)):
-            self._slot(mirror, position)[position % self.config.block_size] = stored
+            self._write(mirror, 0, position, stored)
 
     def _encoded(self, mirror: Mirror) -> list[int]:
         return [extend(prefix_of(mirror.tokens, mirror.seed), position) for position in range(len(mirror.tokens))]
@@ -228,11 +235,12 @@ class FakeWorker:
         end = mirror.num_computed + num_tokens
         assert end <= len(mirror.tokens)
         assert samples == (end == len(mirror.tokens))
-        room = len(mirror.table) * self.config.block_size - self.config.num_lookahead_slots
-        assert end <= room, "the block table is too short for the chunk and what may follow it"
         prefixes = mirror.prefixes(end)
-        for position in range(mirror.num_computed, end):
-            self._slot(mirror, position)[position % self.config.block_size] = prefixes[position]
+        for number, group in enumerate(self.config.groups):
+            room = len(mirror.tables[number]) * group.block_size - self.config.num_lookahead_slots
+            assert end <= room, "the block table is too short for the chunk and what may follow it"
+            for position in range(mirror.num_computed, end):
+                self._write(mirror, number, position, prefixes[position])
 
     def _is_late(self, sequence: Sequence) -> bool:
         return bool(sequence.sampling.form and self.reading and self.reading.random() < 0.5)
@@ -242,17 +250,21 @@ class FakeWorker:
         end = mirror.num_computed + num_tokens
         if mirror.encoder is not None:
             positions = range(len(mirror.encoder.tokens))
-            stored = [self._slot(mirror.encoder, position)[position % self.config.block_size] for position in positions]
+            size = self.config.block_size
+            stored = [self._slot(mirror.encoder, 0, position)[position % size] for position in positions]
             assert stored == self._encoded(mirror.encoder), "the cross table holds others' keys and values"
-        window, block_size = self.config.sliding_window, self.config.block_size
-        start = max(0, mirror.num_computed - window + 1) if window else 0
-        # Without a loop over positions, because a simulated worker spends most of its time here.
-        first = start // block_size
-        blocks = mirror.table[first : -(-end // block_size)]
-        assert NO_BLOCK not in blocks, f"positions from {start} on are needed, and a block of theirs was let go of"
-        stored = list(chain.from_iterable(map(self.slots.__getitem__, blocks)))
-        stored = stored[start - first * block_size : end - first * block_size]
-        assert stored == mirror.prefixes(end)[start:end], f"positions {start} to {end - 1} hold others' keys and values"
+        for number, (block_size, window) in enumerate(self.config.groups):
+            start = max(0, mirror.num_computed - window + 1) if window else 0
+            # Without a loop over positions, because a simulated worker spends most of its time here.
+            first = start // block_size
+            blocks = mirror.tables[number][first : -(-end // block_size)]
+            assert NO_BLOCK not in blocks, f"positions from {start} on are needed, and a block of theirs was let go of"
+            stored = list(chain.from_iterable(self.slots[block][:block_size] for block in blocks))
+            stored = stored[start - first * block_size : end - first * block_size]
+            needed = mirror.prefixes(end)[start:end]
+            if number:
+                needed = [prefix + number for prefix in needed]
+            assert stored == needed, f"positions {start} to {end - 1} hold others' keys and values"
         mirror.num_computed = end
 
     def _sample(self, mirror: Mirror, is_late: bool) -> list[int]:
@@ -270,8 +282,12 @@ class FakeWorker:
         mirror.tokens.append(sampled[-1])
         return sampled
 
-    def _slot(self, mirror: Mirror, position: int) -> list[int]:
-        block = mirror.table[position // self.config.block_size]
+    def _write(self, mirror: Mirror, number: int, position: int, prefix: int) -> None:
+        """Each group of layers stores other numbers for a prefix."""
+        self._slot(mirror, number, position)[position % self.config.groups[number].block_size] = prefix + number
+
+    def _slot(self, mirror: Mirror, number: int, position: int) -> list[int]:
+        block = mirror.tables[number][position // self.config.groups[number].block_size]
         assert block != NO_BLOCK, f"position {position} is needed, and its block was let go of"
         return self.slots[block]
 

@@ -5,6 +5,7 @@ in a list, least recently freed first; the first is evicted when no other is fre
 """
 
 from fractions import Fraction
+from itertools import takewhile
 from math import inf
 
 from slow_groups import Block, Key, SlowGroup, SlowSequence
@@ -68,9 +69,24 @@ class SlowBlocks:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.block_size)
 
-    def first_blocks(self, sequence: SlowSequence) -> int:
+    @property
+    def most_in_window(self) -> int:
+        """Blocks that the window and a chunk touch."""
+        return self.config.groups[0].blocks_within_window(
+            self.config.max_num_batched_tokens + self.config.num_lookahead_slots
+        )
+
+    def first_needed(self, num_tokens: int) -> int:
+        """The first block that tokens after these attend to."""
+        window = self.config.sliding_window
+        return max(0, num_tokens - window + 1) // self.config.block_size if window else 0
+
+    def first_blocks(self, sequence: SlowSequence, num_cached: int = 0) -> int:
+        """Entries of a new table whose first blocks are cached."""
         needed = self.blocks_for(len(sequence.token_ids) + self.config.num_lookahead_slots)
-        return min(needed, self.config.max_blocks_per_sequence) if self.config.sliding_window else needed
+        if not self.config.sliding_window:
+            return needed
+        return min(needed, self.first_needed(num_cached * self.config.block_size) + self.most_in_window)
 
     def blocks_of(self, group: SlowGroup) -> int:
         """Blocks of all sequences; those of the prompt that a follower always shares with the leader count once."""
@@ -86,7 +102,7 @@ class SlowBlocks:
         )
 
     def in_window(self, num_blocks: int) -> int:
-        return min(num_blocks, self.config.max_blocks_per_sequence) if self.config.sliding_window else num_blocks
+        return min(num_blocks, self.most_in_window) if self.config.sliding_window else num_blocks
 
     def num_shared(self, follower: SlowSequence) -> int:
         """Full blocks that a follower shares: the prompt's, or one token less if its first output is not sampled."""
@@ -107,7 +123,7 @@ class SlowBlocks:
             own = self.blocks_for(stored + config.num_lookahead_slots)
             needed += self.in_window(own - (self.num_shared(sequence) if number else in_prompt))
         if config.sliding_window:
-            needed = min(needed, len(sequences) * config.max_blocks_per_sequence)
+            needed = min(needed, len(sequences) * self.most_in_window)
         return needed + self.blocks_for(len(group.encoder_tokens)) > config.num_device_blocks
 
     def key_of(self, sequence: SlowSequence, index: int) -> Key:
@@ -120,19 +136,29 @@ class SlowBlocks:
         there = [block for table in self.tables(pool) for block in table if block] + self.let_go[pool]
         return next((block for block in there if key and block.key == key and block.is_found), None)
 
-    def cached(self, sequence: SlowSequence) -> list[Block]:
-        found: list[Block] = []
-        if self.config.prefix_caching and not self.config.sliding_window:
-            for index in range((len(sequence.token_ids) - 1) // self.config.block_size):
-                if (block := self.find(self.key_of(sequence, index))) is None:
-                    break
-                found.append(block)
-        return found
+    def cached(self, sequence: SlowSequence) -> list[Block | None]:
+        """The longest prefix of which everything is cached that later tokens attend to."""
+        most = (len(sequence.token_ids) - 1) // self.config.block_size if self.config.prefix_caching else 0
+        if self.config.sliding_window and len(sequence.group.live) > 1:  # whose windows the others share
+            at_fork = min(len(sequence.group.prompt), *(len(other.token_ids) - 1 for other in sequence.group.live))
+            most = min(most, at_fork // self.config.block_size)
+        for length in range(most, 0, -1):
+            start = self.first_needed(length * self.config.block_size)
+            found = [self.find(self.key_of(sequence, index)) for index in range(start, length)]
+            if None not in found:
+                return [None] * start + found
+        return []
+
+    def num_in_run(self, sequence: SlowSequence) -> int:
+        """Leading blocks that are cached."""
+        most = (len(sequence.token_ids) - 1) // self.config.block_size if self.config.prefix_caching else 0
+        there = (self.find(self.key_of(sequence, index)) is not None for index in range(most))
+        return sum(1 for _ in takewhile(bool, there))
 
     def cached_encoder(self, group: SlowGroup) -> list[Block]:
         """All of an encoder's blocks, or none."""
         found: list[Block | None] = []
-        if group.encoder and self.config.prefix_caching and not self.config.sliding_window:
+        if group.encoder and self.config.prefix_caching:
             num_blocks = self.blocks_for(len(group.encoder_tokens))
             found = [self.find(self.key_of(group.encoder, index)) for index in range(num_blocks)]
         return [] if None in found else [block for block in found if block]
@@ -148,7 +174,7 @@ class SlowBlocks:
 
     def awaited(self, sequence: SlowSequence, num_cached: int) -> Key | None:
         """The key behind the cached ones, if its block is expected."""
-        if not self.config.prefix_caching or self.config.sliding_window:
+        if not self.config.prefix_caching:
             return None
         if num_cached >= (len(sequence.token_ids) - 1) // self.config.block_size:
             return None
@@ -159,16 +185,18 @@ class SlowBlocks:
         """Cache the full blocks of computed tokens, unless their keys are cached already."""
         pool = "device" if sequence.device is not None else "host"
         table = getattr(sequence, pool)
-        if table is None or not self.config.prefix_caching or self.config.sliding_window:
+        if table is None or not self.config.prefix_caching:
             return
         num_full = num_tokens // self.config.block_size
         if sequence.is_encoder:  # whose last block never has more in it
             num_full = self.blocks_for(num_tokens)
-        if sequence.num_offered and num_full > sequence.num_offered and table[sequence.num_offered - 1].key is None:
+        last = table[sequence.num_offered - 1] if sequence.num_offered and num_full > sequence.num_offered else None
+        if last and last.key is None:
             sequence.num_expected = 0  # what is behind a withdrawn block is not found
             return
         for index in range(sequence.num_offered, num_full):
-            self.name(table[index], self.key_of(sequence, index), pool)
+            if table[index]:
+                self.name(table[index], self.key_of(sequence, index), pool)
             sequence.num_offered = index + 1
 
     def name(self, block: Block, key: Key | None, pool: str) -> None:
@@ -262,8 +290,8 @@ class SlowBlocks:
     def num_tokens_to_recompute(self, group: SlowGroup) -> int:
         leader, *followers = group.live
         kept = 0
-        for block in self.cached(leader):
-            if block not in self.held("device", but_by=[group]):
+        for index in range((len(leader.token_ids) - 1) // self.config.block_size if self.config.prefix_caching else 0):
+            if self.find(self.key_of(leader, index)) not in self.held("device", but_by=[group]):
                 break
             kept += self.config.block_size
         in_outputs = max(0, leader.computed - kept) + sum(max(0, f.computed - f.num_prompt_tokens) for f in followers)

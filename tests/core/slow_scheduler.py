@@ -166,7 +166,8 @@ class SlowScheduler(SlowBlocks):
         if num_tokens > 1 or sequence.is_encoder:
             self.offer(sequence, min(sequence.computed + num_tokens, len(sequence.token_ids)))
         self.filled += sequence.device[before : sequence.num_offered]
-        is_found = sequence.num_offered == 0 or sequence.device[sequence.num_offered - 1].key is not None
+        last = sequence.device[sequence.num_offered - 1] if sequence.num_offered else None
+        is_found = last is None or last.key is not None
         if not sequence.is_encoder and is_found and sequence.uncomputed > 1:
             sequence.num_expected = max(sequence.num_expected, len(sequence.token_ids) // self.config.block_size)
 
@@ -271,7 +272,11 @@ class SlowScheduler(SlowBlocks):
         rest = [other for other in self.running if other not in victims]
         held = self.held("device", but_by=victims)
         encoded = self.cached_encoder(group)
-        needed = self.blocks_of(group) - sum(block in held for block in [*self.cached(group.live[0]), *encoded])
+        cached = self.cached(group.live[0])
+        needed = self.blocks_of(group) - sum(block in held for block in [*cached, *encoded])
+        if cached:
+            needed += self.first_blocks(group.live[0], len(cached)) - self.first_blocks(group.live[0])
+            needed -= cached.count(None)
         num_reserved = self.num_reserved if rest else 0
         if not self.tokens_left_without(victims):
             return False
@@ -376,7 +381,8 @@ class SlowScheduler(SlowBlocks):
                     encoder.device.append(self.new_block("device"))
             leader.num_offered = len(leader.device)
             leader.computed = leader.stored = len(leader.device) * self.config.block_size
-            while len(leader.device) < self.first_blocks(leader):
+            first_blocks = self.first_blocks(leader, len(leader.device))
+            while len(leader.device) < first_blocks:
                 leader.device.append(self.new_block("device"))
             if group.num_cached is None:
                 group.num_cached = leader.computed + (encoder.computed if encoder else 0)
@@ -393,7 +399,7 @@ class SlowScheduler(SlowBlocks):
         if not self.expected():
             return False
         leader, known = group.live[0], group.first_missing
-        first = len(self.cached(leader))
+        first = self.num_in_run(leader)
         if not (key := self.awaited(leader, first)):
             return False
         if known != first or key in self.given_up:

@@ -5,7 +5,7 @@ After every operation no sequence has a block too many, no step is too large, an
 """
 
 from collections import Counter
-from itertools import combinations
+from itertools import chain, combinations
 from random import Random
 
 from fake_worker import FakeWorker, reference_beams, reference_output
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler_helpers import output_of
 from slow_balancer import CheckedBalancer
-from workloads import random_config, random_request, sharing, with_encoder, with_few_adapters
+from workloads import random_config, random_request, sharing, with_encoder, with_few_adapters, with_layer_groups
 
 from scheduler_service.core import (
     FairQueue,
@@ -64,7 +64,8 @@ class Fleet(RuleBasedStateMachine):
         self.policy, self.overtakes, self.max_in_flight = policy, overtakes, max_in_flight
         self.waiting = queues[policy]
         self.waiting.balancer = self.balancer = CheckedBalancer()
-        self.config = with_few_adapters(random_config(Random(seed), (1, 4, 6, 7, 8, 9, 10, 11, 12)), seed)
+        config = random_config(Random(seed), (1, 4, 6, 7, 8, 9, 10, 11, 12))
+        self.config = with_layer_groups(with_few_adapters(config, seed), seed)
         self.sessions = [Session(self.config, self.waiting) for _ in range(num_workers)]
         self.groups: list[SequenceGroup] = []  # in the order of arrival
         self.has_started: set[SequenceGroup] = set()
@@ -281,9 +282,10 @@ class Fleet(RuleBasedStateMachine):
 
     def check_sharing(self, session: Session) -> None:
         """Blocks are shared by those whose tokens in it and before it are the same, and between requests when full."""
-        scheduler, size = session.scheduler, self.config.block_size
         sequences = session.sequences
-        for tables in (scheduler.blocks.tables, scheduler.blocks.host_tables):
+        pools = (session.scheduler.blocks.all_tables, session.scheduler.blocks.all_host_tables)
+        for layers, tables in chain(*(zip(self.config.groups, all_tables, strict=True) for all_tables in pools)):
+            size = layers.block_size
             holders: dict[int, list[tuple[Sequence, int]]] = {}
             for sequence_id, table in tables.items():
                 for index, block in enumerate(table):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from math import lcm
 from random import Random
 from typing import Any
 
@@ -13,6 +14,7 @@ from scheduler_service.core import (
     SchedulerConfig,
     SequenceGroup,
 )
+from scheduler_service.core.config import LayerGroup
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,26 @@ MAX_ENCODED = 9
 def with_few_adapters(config: SchedulerConfig, seed: int) -> SchedulerConfig:
     """A worker that must fetch adapters."""
     return replace(config, max_held_loras=Random(f"{seed} held").choice([0, 0, 1, 2, 3]))
+
+
+def with_layer_groups(config: SchedulerConfig, seed: int) -> SchedulerConfig:
+    """A worker whose layers are in one to four groups, which read no encoder's input if there are several."""
+    rng = Random(f"{seed} layers")
+    if rng.random() < 0.3:
+        return config
+    sizes = rng.choice([[1], [1, 1], [1, 2], [2, 1], [3, 2], [1, 3, 6], [2, 2, 1, 4]])
+    windows = [rng.choice([0, 0, 1, 4, 9]) for _ in sizes]
+    return replace(
+        config,
+        block_size=lcm(*sizes),
+        layer_groups=tuple(map(LayerGroup, sizes, windows)),
+        sliding_window=0,
+        max_num_encoder_tokens=0,
+        num_device_blocks=config.num_device_blocks * len(sizes),
+        num_host_blocks=config.num_host_blocks * len(sizes),
+        max_num_batched_tokens=max(config.max_num_batched_tokens, lcm(*sizes)),
+        num_lookahead_slots=min(config.num_lookahead_slots, config.num_device_blocks - 1),
+    )
 
 
 def random_config(rng: Random, num_device_blocks: SequenceOf[int]) -> SchedulerConfig:

@@ -8,7 +8,6 @@ import grpc
 import pytest
 from fake_worker_service import FakeWorkerService, serving
 from scheduler_in_process import InProcess, scheduler
-from structlog.testing import capture_logs
 
 from pagewire.v1 import admin_service_pb2 as pb
 from pagewire.v1.admin_service_pb2_grpc import AdminServiceStub
@@ -147,22 +146,3 @@ async def test_the_prefix_cache_is_emptied_while_a_request_goes_on(one: InProces
         async for message in stream:
             num_tokens += len(message.token_ids)
         assert num_tokens == 400
-
-
-@pytest.mark.parametrize(
-    ("window", "prefix_caching", "is_said"), [(8, True, True), (8, False, False), (0, True, False)]
-)
-async def test_a_worker_whose_every_layer_has_a_window_is_said_to_share_no_prefixes(
-    byte_tokenizer_directory: Path, window: int, prefix_caching: bool, is_said: bool
-) -> None:
-    worker = FakeWorkerService(byte_tokenizer_directory)
-    worker.info.sliding_window = window
-    with capture_logs() as logs:
-        async with (
-            serving(worker) as address,
-            scheduler(address, prefix_caching=prefix_caching) as one,
-            grpc.aio.insecure_channel(one.admin_target) as channel,
-        ):
-            await until(AdminServiceStub(channel), pb.WORKER_STATUS_SERVING)
-    warnings = [log for log in logs if log["log_level"] == "warning" and "share no prefixes" in log["event"]]
-    assert [log["sliding_window"] for log in warnings] == [window] * is_said

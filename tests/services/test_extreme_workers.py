@@ -40,7 +40,9 @@ def put(message: Any, path: tuple[str, ...], value: float) -> None:
     field = message.DESCRIPTOR.fields_by_name[name]
     if further:
         below = getattr(message, name)
-        put(below[0] if field.is_repeated else below, tuple(further), value)
+        if field.is_repeated:
+            below = below[0] if below else below.add()
+        put(below, tuple(further), value)
     elif field.is_repeated:
         getattr(message, name)[:1] = [value]
     else:

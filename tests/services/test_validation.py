@@ -256,7 +256,7 @@ async def test_several_outputs_are_promised_what_a_worker_of_that_pool_has_room_
     for more, fits in ((0, True), (1, False)):
         sampling = replace(promised, max_tokens=promised.max_tokens + more)
         group = SequenceGroup("id", [5] * num_prompt_tokens, sampling)
-        assert blocks.sizes.never_fits(group) is not fits
+        assert blocks.never_fits(group) is not fits
 
 
 async def test_beams_search_the_models_own_distribution_whatever_its_generation_config_says(

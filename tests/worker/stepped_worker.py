@@ -5,6 +5,7 @@ On a GPU if there is one, where native networks replay CUDA graphs.
 
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from worker_helpers import LIMITS, new_sequence
 
 from worker_service.execution.adapters.adapters import AdapterRoom, Adapters
 from worker_service.execution.cache.cache_engine import CacheEngine, CacheShape
+from worker_service.execution.cache.layer_groups import group_layers
 from worker_service.execution.startup.network import NO_ADAPTERS
 from worker_service.execution.steps.decode_graphs import DecodeGraphs
 from worker_service.execution.steps.model_runner import ModelRunner
@@ -41,9 +43,11 @@ def load_runner(
     cache_dtype: torch.dtype | None = None,
     *,
     batch_invariant: bool = False,
+    limits: Limits = LIMITS,
 ) -> ModelRunner:
     """A runner over a pool that is NaN where nothing was stored. `graphs`: where possible. `ranks`, `batch_invariant`:
-    native networks only. `room`: for adapters. `cache_dtype`: the pool's, if different.
+    native networks only. `room`: for adapters. `cache_dtype`: the pool's, if different. `limits`: of the pool, and
+    with groups of layers if the model's windows differ.
     """
     checkpoint = Checkpoint(path)
     config = read_config(checkpoint.config)
@@ -55,7 +59,10 @@ def load_runner(
     adapters = Adapters(model, room, cuts)
     model.pack(quantization)
     shape = CacheShape(config.num_layers, LIMITS.block_size, num_kv_heads, config.head_dim, cache_dtype or dtype)
-    engine = CacheEngine(shape, LIMITS.num_device_blocks, LIMITS.num_host_blocks, DEVICE)
+    if limits.layer_groups:
+        shape = replace(shape, groups=group_layers(config.windows, LIMITS.block_size, limits.max_model_len))
+        assert [(group.block_size, group.window) for group in shape.groups] == [*limits.layer_groups]
+    engine = CacheEngine(shape, limits.num_device_blocks, limits.num_host_blocks, DEVICE)
     for pool in (engine.device_blocks, engine.host_blocks):
         make_nan(pool)
     decode_graphs = None
@@ -78,6 +85,7 @@ def make_nan(blocks: Tensor) -> None:
 class SteppedWorker:
     def __init__(self, runner: ModelRunner, limits: Limits = LIMITS) -> None:
         self.runner = runner
+        self.limits = limits
         self.session = Session(1, limits)
         self.step_id = 0
 

@@ -1,8 +1,8 @@
 """Interfaces of the networks that a worker runs, native or in transformers' code."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 from torch import Tensor
 
@@ -15,6 +15,40 @@ def widest(windows: Iterable[int | None]) -> int | None:
     """The largest of the layers' windows; None if a layer has no window."""
     known = list(windows)
     return None if None in known else max(window for window in known if window is not None)
+
+
+class LayerCache(NamedTuple):
+    blocks: Tensor
+    """[num_blocks, 2, block_size, num_kv_heads, head_dim]."""
+    group: int
+    """The layer's group, which has a block table of its own."""
+
+
+class GroupedCache(NamedTuple):
+    """A KV cache whose layers are in groups."""
+
+    layers: Sequence[LayerCache]
+    block_sizes: Sequence[int]
+    """Tokens of a block in each group."""
+
+
+Slots = Tensor | Sequence[Tensor]
+"""Slots of the KV cache, [num_tokens] int64. With groups: for each group."""
+Attention = AttentionMetadata | Sequence[AttentionMetadata]
+"""The sequences of a step. With groups: with the block tables of each group."""
+Cache = Tensor | GroupedCache
+"""[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], or layers in groups."""
+
+
+def by_layer(slots: Slots, attention: Attention, cache: Cache) -> Iterator[tuple[Tensor, Tensor, AttentionMetadata]]:
+    """Each layer's cache, slots and sequences."""
+    if isinstance(cache, GroupedCache):
+        assert not isinstance(slots, Tensor)
+        assert not isinstance(attention, AttentionMetadata)
+        return ((layer.blocks, slots[layer.group], attention[layer.group]) for layer in cache.layers)
+    assert isinstance(slots, Tensor)
+    assert isinstance(attention, AttentionMetadata)
+    return ((layer, slots, attention) for layer in cache.unbind(1))
 
 
 @dataclass(frozen=True)
@@ -61,6 +95,10 @@ class ModelConfig(Protocol):
         """The largest window of all layers, in tokens including the query; None if a layer has no window."""
 
     @property
+    def windows(self) -> Sequence[int | None]:
+        """Each layer's window, see `sliding_window`."""
+
+    @property
     def tied(self) -> Mapping[str, str]:
         """Tied tensors, each with the tensor to use if the checkpoint lacks it."""
 
@@ -95,14 +133,14 @@ class CausalModel(Loadable, Protocol):
         self,
         token_ids: Tensor,
         positions: Tensor,
-        slots: Tensor,
-        attention: AttentionMetadata,
-        cache: Tensor,
+        slots: Slots,
+        attention: Attention,
+        cache: Cache,
         adapter_slots: Tensor | None = None,
     ) -> Tensor:
         """Compute a step's hidden states [num_tokens, hidden_size], and store keys and values in the cache. token_ids,
-        positions, slots: [num_tokens] int64. cache: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim].
-        adapter_slots: [num_tokens] int32, negative without adapter; None if no token has an adapter."""
+        positions: [num_tokens] int64. adapter_slots: [num_tokens] int32, negative without adapter; None if no token
+        has an adapter."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden_size] from `forward`. Returns [rows, vocabulary_size]. float32, because bf16 logits

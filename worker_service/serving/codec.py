@@ -24,6 +24,7 @@ from worker_service.session.step import (
     SampleLogprobs,
     SamplingParams,
     SchedulerOutput,
+    Tables,
     TranscriptParams,
     WorkerInfo,
 )
@@ -85,7 +86,9 @@ def decode_scheduler_output(message: pb.SchedulerOutput, limits: Limits) -> Sche
         num_scheduled_tokens=num_scheduled_tokens,
         samples=samples,
         block_table_updates=tuple(
-            BlockTableUpdate(update.sequence_id, update.start, _block_ids(update.block_ids, limits))
+            BlockTableUpdate(
+                update.sequence_id, update.start, _block_ids(update.block_ids, limits), _layer_group(update, limits)
+            )
             for update in message.block_table_updates
         ),
         forks=tuple(
@@ -97,6 +100,7 @@ def decode_scheduler_output(message: pb.SchedulerOutput, limits: Limits) -> Sche
                 _block_ids(fork.block_ids, limits),
                 fork.index,
                 array(TOKENS, _token_ids("forks: token_ids", fork.token_ids, limits)),
+                _further_tables(fork, limits),
             )
             for fork in message.forks
         ),
@@ -174,6 +178,7 @@ def encode_worker_info(
         max_encoder_len=limits.max_encoder_len,
         max_num_encoder_tokens=limits.max_num_encoder_tokens,
         feature_bytes=limits.feature_bytes,
+        layer_groups=[pb.LayerGroup(block_size=size, window=window) for size, window in limits.layer_groups],
     )
 
 
@@ -195,6 +200,7 @@ def _new_sequence(message: pb.NewSequence, limits: Limits) -> NewSequence:
         _sampling(f"{where}: sampling", message, limits),
         message.adapter_id,
         encoder_id=message.encoder_sequence_id,
+        further_tables=_further_tables(message, limits),
     )
 
 
@@ -312,6 +318,24 @@ def _token_ids(where: str, token_ids: Collection[int], limits: Limits) -> Collec
             f"{where}: token {max(token_ids)} is beyond the vocabulary of {limits.vocabulary_size} tokens"
         )
     return token_ids
+
+
+def _further_tables(message: pb.NewSequence | pb.Fork, limits: Limits) -> Tables:
+    num_tables = 1 + len(message.further_tables)
+    if num_tables != len(limits.block_sizes):
+        raise InvalidStepError(
+            f"further_tables: {num_tables} block tables of a sequence; the model has {len(limits.block_sizes)} groups "
+            "of layers"
+        )
+    return tuple(_block_ids(table.block_ids, limits) for table in message.further_tables)
+
+
+def _layer_group(update: pb.BlockTableUpdate, limits: Limits) -> int:
+    if update.layer_group >= len(limits.block_sizes):
+        raise InvalidStepError(
+            f"layer_group: {update.layer_group}; the model has {len(limits.block_sizes)} groups of layers"
+        )
+    return int(update.layer_group)
 
 
 def _block_ids(block_ids: Sequence[int], limits: Limits) -> "array[int]":

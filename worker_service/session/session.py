@@ -3,6 +3,7 @@
 `Session` checks each step against the live sequences, so that no sequence reads or writes another's memory. An error in
 a step ends the session, because a part of the step may have been applied. No tensors, devices or gRPC here."""
 
+import operator
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from worker_service.session.step import (
     PoolingType,
     SamplingParams,
     SchedulerOutput,
+    Tables,
 )
 
 
@@ -48,6 +50,13 @@ class SequenceState:
     """Audio features of an encoder input, see `NewSequence`."""
     encoder: "SequenceState | None" = None
     """The encoder input to which this sequence attends."""
+    further_tables: Tables = ()
+    """The block tables of further groups of layers."""
+
+    @property
+    def tables(self) -> Tables:
+        """The block tables of all groups of layers."""
+        return (self.block_ids, *self.further_tables)
 
     @property
     def reports(self) -> bool:
@@ -185,6 +194,7 @@ class Session:
                 is_encoder=new.is_encoder,
                 features=new.features,
                 encoder=self._encoder(new),
+                further_tables=new.further_tables,
             )
         )
 
@@ -221,6 +231,7 @@ class Session:
                 replace(parent.sampling, index=fork.index),
                 parent.adapter,
                 encoder=parent.encoder,
+                further_tables=fork.further_tables,
             )
         )
 
@@ -235,7 +246,7 @@ class Session:
         self.sequences[sequence.sequence_id] = sequence
 
     def _update_block_table(self, update: BlockTableUpdate) -> None:
-        block_ids = self._known(update.sequence_id).block_ids
+        block_ids = self._known(update.sequence_id).tables[update.layer_group]
         if update.start > len(block_ids):
             raise InvalidStepError(
                 f"the block table of sequence {update.sequence_id} has {len(block_ids)} entries "
@@ -273,7 +284,7 @@ class Session:
                 raise InvalidStepError(
                     f"sequence {sequence_id} would reach {stop} tokens; the limit is {self._limits.max_model_len}"
                 )
-            num_slots = len(sequence.block_ids) * self._limits.block_size
+            num_slots = min(map(operator.mul, map(len, sequence.tables), self._limits.block_sizes))
             if stop > num_slots and not self._limits.is_encoder:
                 raise InvalidStepError(
                     f"the block table of sequence {sequence_id} has room for {num_slots} tokens, not for {stop}"

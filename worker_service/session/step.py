@@ -5,11 +5,21 @@ import enum
 from array import array
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from pagewire_common.sampling import LOGIT_EDITS, SamplerParams
 
 TOKENS = "q"
 """Type code of token ids and block numbers: 64-bit integers, which torch reads without conversion."""
+Tables = tuple["array[int]", ...]
+
+
+class LayerLimits(NamedTuple):
+    """A group of layers with a block table of its own."""
+
+    block_size: int
+    window: int
+    """Tokens; 0 without a window."""
 
 
 @dataclass(frozen=True)
@@ -17,6 +27,7 @@ class Limits:
     """The limits of steps, by model, memory and settings."""
 
     block_size: int
+    """Tokens of a block or, with several groups of layers, of a whole number of each group's blocks."""
     num_device_blocks: int
     num_host_blocks: int
     vocabulary_size: int
@@ -39,8 +50,15 @@ class Limits:
     """Tokens of all encoder inputs in one step."""
     feature_bytes: int = 0
     """Bytes of an encoder input's audio features; 0 if the encoder reads token ids."""
+    layer_groups: tuple[LayerLimits, ...] = ()
+    """The groups of layers if there are several, those without a window first."""
     aligns: bool = False
     """Whether the worker can compute the times of a transcript's tokens."""
+
+    @cached_property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Tokens of a block in each group of layers."""
+        return tuple(group.block_size for group in self.layer_groups) or (self.block_size,)
 
     @property
     def is_encoder(self) -> bool:
@@ -162,6 +180,8 @@ class NewSequence:
     """Audio features of an encoder input: float32, little-endian, all frames of one mel bin after the other."""
     encoder_id: int = 0
     """The sequence that is this sequence's encoder input; 0 for none."""
+    further_tables: Tables = ()
+    """The block tables of further groups of layers."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +191,7 @@ class BlockTableUpdate:
     sequence_id: int
     start: int
     block_ids: "array[int]"
+    layer_group: int = 0
 
 
 @dataclass(frozen=True)
@@ -184,6 +205,7 @@ class Fork:
     block_ids: "array[int]"
     index: int
     token_ids: "array[int]" = field(default_factory=lambda: array(TOKENS))
+    further_tables: Tables = ()
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,10 @@ shares a block may therefore not be copied or swapped out in the step that fills
 A key is a SHA-256 chain over the block's tokens and all tokens before them. The chain's root separates caches: it holds
 the server's secret, the tenant's salt and the adapter. With a collision or a guessable key, a client could read another
 client's text. Hashing a block takes about 1 µs.
+
+Several groups of layers share the keys: a key stands for as many tokens as the scheduler's block size, which is a
+multiple of each group's block. A prefix is found if all groups have the blocks that later tokens attend to: groups with
+a window have the last ones, and other groups have all.
 """
 
 import hashlib
@@ -63,8 +67,8 @@ def next_key(previous: bytes, token_ids: "array[int]") -> bytes:
 class SequenceKeys:
     """Computes the block keys of one worker's sequences; without prefix caching there are none."""
 
-    def __init__(self, sizes: TableSizes, *, prefix_caching: bool) -> None:
-        self._sizes = sizes
+    def __init__(self, block_size: int, *, prefix_caching: bool) -> None:
+        self._block_size = block_size
         self._prefix_caching = prefix_caching
 
     def leading(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
@@ -72,7 +76,7 @@ class SequenceKeys:
         keys = sequence.block_keys
         if sequence.is_encoder and not keys:
             keys += encoder_keys(first_key(sequence.group), num_blocks)
-        size = self._sizes.block_size
+        size = self._block_size
         for index in range(len(keys), num_blocks):
             tokens = sequence.tokens_between(index * size, (index + 1) * size)
             keys.append(next_key(keys[-1] if keys else first_key(sequence.group), tokens))
@@ -87,10 +91,10 @@ class SequenceKeys:
     def num_cacheable(self, sequence: Sequence) -> int:
         if not self._prefix_caching or sequence.sampling.needs_all_states:
             return 0
-        return (sequence.num_tokens - 1) // self._sizes.block_size
+        return (sequence.num_tokens - 1) // self._block_size
 
     def cacheable_of_encoder(self, encoder: EncoderSequence) -> list[bytes]:
-        return self.leading(encoder, self._sizes.blocks_of(encoder.num_prompt_tokens)) if self._prefix_caching else []
+        return self.leading(encoder, -(-encoder.num_prompt_tokens // self._block_size)) if self._prefix_caching else []
 
     def findable(self, leader: Sequence) -> list[bytes]:
         encoder = leader.group.encoder
@@ -139,14 +143,34 @@ class PrefixLook(NamedTuple):
     num_looked_up: int
 
 
+KEY_BYTES = 32
 _NOTHING_EXPECTED = PrefixLook(0, None, 0)
 
 
+class CachedPrefix(NamedTuple):
+    num_tokens: int
+    tables: list[list[int]]
+    """A table for each group of layers; no later token attends to blocks `NO_BLOCK`."""
+
+    @property
+    def blocks(self) -> list[int]:
+        return [block for table in self.tables for block in table if block != NO_BLOCK]
+
+
 class PrefixCache:
-    def __init__(self, device: Pool, host: Pool, sizes: TableSizes, *, prefix_caching: bool) -> None:
-        self.keys = SequenceKeys(sizes, prefix_caching=prefix_caching)
+    def __init__(
+        self, device: Pool, host: Pool, sizes: SequenceOf[TableSizes], *, block_size: int, prefix_caching: bool
+    ) -> None:
+        self.keys = SequenceKeys(block_size, prefix_caching=prefix_caching)
         self._device, self._host = device, host
-        self._sizes = sizes
+        self._block_size = block_size
+        self._layers = [one.layers for one in sizes]
+        # A key and a tag find a block of one group of layers. Without a tag, a key finds the first group's last block.
+        self._tags = [
+            [bytes([number, place]) for place in range(block_size // group.block_size)]
+            for number, group in enumerate(self._layers)
+        ]
+        self._tags[0][-1] = b""
         self._is_on = prefix_caching
 
     # ---- changes of the cache
@@ -157,43 +181,56 @@ class PrefixCache:
 
         The last block of an encoder's input counts as full. After a withdrawn block, no later block is published.
         """
-        num_full, start = num_tokens // self._sizes.block_size, sequence.num_published_blocks
+        num_full, start = num_tokens // self._block_size, sequence.num_published_blocks
         if sequence.is_encoder:
-            num_full = self._sizes.blocks_of(num_tokens)
+            num_full = -(-num_tokens // self._block_size)
         if not self._is_on or num_full <= start:
             return []
-        blocks, table = self._device.blocks, self._device.tables.get(sequence.id)
-        if table is None:
-            blocks, table = self._host.blocks, self._host.tables.get(sequence.id)
-        if table is None:
+        pool = self._device if sequence.id in self._device.tables else self._host
+        if sequence.id not in pool.tables:
             return []
         keys = self.keys.leading(sequence, num_full)
-        if start and blocks.key(table[start - 1]) is None:
+        if start and self._is_withdrawn(sequence, start - 1, pool):
             self.unexpect(sequence, sequence.num_expected_blocks)
             return []
-        parent = keys[start - 1] if start else first_key(sequence.group)
-        for index in range(start, num_full):
-            blocks.publish(table[index], keys[index], parent)
-            parent = keys[index]
+        published: list[int] = []
+        first = keys[start - 1] if start else first_key(sequence.group)
+        for tables, tags in zip(pool.all_tables, self._tags, strict=True):
+            if (table := tables.get(sequence.id)) is None:
+                continue  # an encoder's input is only in the first group
+            parent = first
+            for index in range(start, num_full):
+                for block, tag in zip(table[index * len(tags) :], tags, strict=False):
+                    if block != NO_BLOCK:
+                        pool.blocks.publish(block, keys[index] + tag, parent)
+                        published.append(block)
+                parent = keys[index]
         self.unexpect(sequence, num_full)
         sequence.num_published_blocks = num_full
-        return table[start:num_full]
+        return published
+
+    def _is_withdrawn(self, sequence: Sequence, index: int, pool: Pool) -> bool:
+        """Whether the block of a sequence's key `index` has lost its key. A block behind a window counts as kept."""
+        block = pool.tables[sequence.id][(index + 1) * len(self._tags[0]) - 1]
+        return block != NO_BLOCK and pool.blocks.key(block) is None
 
     def take_back(self, sequence: Sequence) -> None:
         """Remove the blocks of a planned chunk that will not be computed. No other sequence may hold them."""
         self.unexpect(sequence, sequence.num_expected_blocks)
-        first, end = sequence.num_computed_tokens // self._sizes.block_size, sequence.num_published_blocks
-        for block in self._device.tables[sequence.id][first:end]:
-            assert self._device.blocks.ref_count(block) == 1, "a sequence relies on a chunk that is taken back"
-            self._device.blocks.withdraw(block)
+        first, end = sequence.num_computed_tokens // self._block_size, sequence.num_published_blocks
+        for layers, tables, tags in zip(self._layers, self._device.all_tables, self._tags, strict=True):
+            begin = sequence.num_computed_tokens // layers.block_size
+            for block in tables.get(sequence.id, ())[begin : end * len(tags)]:
+                assert self._device.blocks.ref_count(block) == 1, "a sequence relies on a chunk that is taken back"
+                self._device.blocks.withdraw(block)
         sequence.num_published_blocks = min(first, end)
 
     def expect(self, sequence: Sequence) -> None:
         """Mark the blocks of a running sequence's remaining known tokens as expected."""
-        num_full, num_published = sequence.num_tokens // self._sizes.block_size, sequence.num_published_blocks
+        num_full, num_published = sequence.num_tokens // self._block_size, sequence.num_published_blocks
         start = max(num_published, sequence.num_expected_blocks)
         if self._is_on and not sequence.is_encoder and num_full > start:
-            if num_published and self._device.blocks.key(self._device.tables[sequence.id][num_published - 1]) is None:
+            if num_published and self._is_withdrawn(sequence, num_published - 1, self._device):
                 return  # after a withdrawn block, no block is published
             for key in self.keys.leading(sequence, num_full)[start:num_full]:
                 self._device.blocks.expect(key)
@@ -213,16 +250,17 @@ class PrefixCache:
         ids = [sequence.id] if encoder is None else [sequence.id, encoder.id]
         unsound = [] if encoder is None else [first_key(sequence.group)]
         for pool in (self._device, self._host):
-            for block in itertools.chain(*(pool.tables.get(id_, ()) for id_ in ids)):
-                if block != NO_BLOCK and (key := pool.blocks.key(block)) is not None:
+            for block in itertools.chain(*map(pool.blocks_of, ids)):
+                if (key := pool.blocks.key(block)) is not None:
                     pool.blocks.withdraw(block)
-                    unsound.append(key)
+                    unsound.append(key[:KEY_BYTES])
         while unsound:
             key = unsound.pop()
             for blocks in (self._device.blocks, self._host.blocks):
-                unsound += blocks.children(key)
-                if (found := blocks.find(key)) is not None:
-                    blocks.withdraw(found)
+                unsound += {child[:KEY_BYTES] for child in blocks.children(key)}
+                for tag in itertools.chain(*self._tags):
+                    if (found := blocks.find(key + tag)) is not None:
+                        blocks.withdraw(found)
 
     def reset(self) -> int:
         """Remove every block; block tables keep their blocks.
@@ -238,7 +276,7 @@ class PrefixCache:
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
         """Tokens that a sequence without a table would find, including its encoder's input."""
-        num_tokens = len(self.cached_blocks(sequence)) * self._sizes.block_size
+        num_tokens = self.cached(sequence).num_tokens
         encoder = sequence.group.encoder
         if encoder is not None and self.cached_encoder_blocks(encoder):
             num_tokens += encoder.num_prompt_tokens
@@ -249,7 +287,7 @@ class PrefixCache:
         num_tokens = self.num_cached_tokens(sequence)
         if (look := self.look_up(sequence, 0, FoundRuns(self._device.blocks))).awaited is not None:
             num_tokens += (
-                self._device.blocks.num_expected(self.keys.cacheable(sequence)[look.first :]) * self._sizes.block_size
+                self._device.blocks.num_expected(self.keys.cacheable(sequence)[look.first :]) * self._block_size
             )
         return num_tokens
 
@@ -272,8 +310,36 @@ class PrefixCache:
     def has_encoded(self, group: SequenceGroup) -> bool:
         return group.encoder is not None and bool(self.cached_encoder_blocks(group.encoder))
 
-    def cached_blocks(self, sequence: Sequence) -> list[int]:
-        return self._device.blocks.find_run(self.keys.cacheable(sequence))
+    def cached(self, sequence: Sequence) -> CachedPrefix:
+        """The longest prefix of a waiting sequence that is cached in all groups of layers."""
+        keys, blocks = self.keys.cacheable(sequence), self._device.blocks
+        if self._layers == [(self._block_size, 0)]:
+            run = blocks.find_run(keys)
+            return CachedPrefix(len(run) * self._block_size, [run])
+        end = len(keys)
+        if sequence.group.has_unforked:  # followers need the window before the first token that they compute themselves
+            first = min(sequence.num_prompt_tokens, *(one.num_tokens - 1 for one in sequence.group.live))
+            end = min(end, first // self._block_size)
+        while (missing := self._missing(keys, end)) is not None:
+            end = missing
+        tables: list[list[int]] = []
+        for layers, tags in zip(self._layers, self._tags, strict=True):
+            first = layers.first_needed(end * self._block_size)
+            found = (blocks.find(keys[i // len(tags)] + tags[i % len(tags)]) for i in range(first, end * len(tags)))
+            tables.append([NO_BLOCK] * first + [block for block in found if block is not None])
+        return CachedPrefix(end * self._block_size, tables)
+
+    def _missing(self, keys: SequenceOf[bytes], end: int) -> int | None:
+        """The last key before `end` of which a group of layers lacks a block that tokens after `end` attend to, or
+        without windows the first; None if none is lacking. A prefix that ends there lacks fewer blocks."""
+        find = self._device.blocks.find
+        for layers, tags in zip(self._layers, self._tags, strict=True):
+            first = layers.first_needed(end * self._block_size)
+            places = range(end * len(tags) - 1, first - 1, -1) if layers.window else range(end * len(tags))
+            for place in places:
+                if find(keys[place // len(tags)] + tags[place % len(tags)]) is None:
+                    return place // len(tags)
+        return None
 
     def cached_encoder_blocks(self, encoder: EncoderSequence) -> list[int]:
         """All blocks of an encoder's input, or an empty list if any is not cached."""

@@ -42,7 +42,6 @@ class Sequence:
         "num_draft_tokens_wanted",
         "num_expected_blocks",
         "num_forked_tokens",
-        "num_known_blocks",
         "num_prompt_tokens",
         "num_published_blocks",
         "num_slots",
@@ -72,7 +71,6 @@ class Sequence:
         self.num_stored_tokens = 0  # by answered steps
         self.status = SequenceStatus.WAITING
         self.is_known = False  # whether the worker knows the sequence
-        self.num_known_blocks = 0  # leading table entries that the worker knows
         self.stop_token_id: int | None = None
         self.num_slots = 0  # tokens that the device blocks have room for
         # Parent, whose first tokens are shared; None once the worker knows this sequence.
@@ -131,7 +129,6 @@ class Sequence:
         self.candidates = None
         self.num_draft_tokens = 0
         self.num_draft_tokens_wanted = 0
-        self.num_known_blocks = 0
         self.num_published_blocks = 0
 
     def __repr__(self) -> str:

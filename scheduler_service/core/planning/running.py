@@ -35,7 +35,7 @@ class ChunkSizes:
         chunks: list[Chunk] = []
         encoder, encoder_bytes = group.encoder, 0
         if encoder is not None:
-            if not encoder.num_known_blocks:
+            if not self._blocks.is_told(encoder):
                 encoder_bytes = bytes_to_tell(encoder, len(self._blocks.tables[encoder.id]))
             if not encoder.is_computed:
                 has_room = encoder.num_prompt_tokens <= step.budget.num_encoder_tokens
@@ -54,7 +54,7 @@ class ChunkSizes:
                 continue
             if num_tokens and sequence.id in self._blocks.tables:
                 num_bytes = 0
-                if not sequence.num_known_blocks:
+                if not self._blocks.is_told(sequence):
                     if num_bytes_left <= 0:
                         continue
                     num_entries = self._blocks.num_table_entries(sequence, num_tokens)
@@ -184,7 +184,7 @@ class DraftRoom:
     def _within_blocks(self, step: Step, sequence: Sequence, room: int) -> int:
         """The drafts, at most `room`, that the sequence has blocks for, or gets blocks for above the watermark."""
         blocks, num_tokens = self._blocks, sequence.num_computed_tokens + 1
-        num_new = blocks.sizes.blocks_ahead(num_tokens + room) - len(blocks.tables[sequence.id])
+        num_new = blocks.num_new_entries(sequence, 1 + room)
         if num_new > max(0, blocks.device.num_free - blocks.num_watermark_blocks):
             return min(room, sequence.num_slots - num_tokens)
         if num_new > 0:
@@ -221,7 +221,7 @@ class SteadyPlan:
         if self._groups.swapped or not 0 < len(plan) <= step.budget.num_tokens:
             return False
         needy = [s for s, _, _ in plan if s.num_computed_tokens >= s.num_slots]
-        if len(needy) > self._blocks.device.num_free:
+        if len(needy) * len(self._blocks.sizes) > self._blocks.device.num_free:
             return False
         for sequence in needy:
             self._blocks.append_slots(sequence, 1)
@@ -246,7 +246,7 @@ class SteadyPlan:
                 prepared = {chunk.sequence for chunk in step.chunks.get(group, []) if chunk.num_tokens == 1}
             for sequence in group.live:
                 num_uncomputed = sequence.num_uncomputed_tokens
-                if not sequence.num_known_blocks or group.waits_for_encoder:
+                if not self._blocks.is_told(sequence) or group.waits_for_encoder:
                     return None  # the encoder's input filled the step
                 if num_uncomputed == 1 and (prepared is None or sequence in prepared):
                     plan.append(ScheduledSequence(sequence, 1, True))

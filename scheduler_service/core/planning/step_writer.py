@@ -117,15 +117,17 @@ class StepWriter:
         encoder = sequence.group.encoder
         if encoder is not None and encoder is not sequence:
             self._write_table(encoder, output)
-        table, num_known = self._blocks.tables[sequence.id], sequence.num_known_blocks
-        if not sequence.is_known:
-            sequence.is_known = True
-            parent, sequence.forked_from = sequence.forked_from, None
-            if parent is not None and parent.is_known:
-                num_forked, num_computed = sequence.num_forked_tokens, sequence.num_computed_tokens
-                output.forks.append(Fork(parent.id, sequence, num_forked, table, num_computed))
-            else:
-                output.new_sequences.append(NewSequence(sequence, table, sequence.num_computed_tokens))
-        elif num_known < len(table):
-            output.block_table_updates.append(BlockTableUpdate(sequence.id, num_known, table[num_known:]))
-        sequence.num_known_blocks = len(table)
+        parts = self._blocks.tell(sequence, whole=not sequence.is_known)
+        if sequence.is_known:
+            for number, start, entries in parts:
+                output.block_table_updates.append(BlockTableUpdate(sequence.id, start, entries, number))
+            return
+        sequence.is_known = True
+        table, *further = [entries for _, _, entries in parts]
+        num_computed = sequence.num_computed_tokens
+        parent, sequence.forked_from = sequence.forked_from, None
+        if parent is not None and parent.is_known:
+            num_forked = sequence.num_forked_tokens
+            output.forks.append(Fork(parent.id, sequence, num_forked, table, num_computed, further))
+        else:
+            output.new_sequences.append(NewSequence(sequence, table, num_computed, further))

@@ -94,7 +94,7 @@ class WaitingPlanner:
         return (
             group.num_seqs > self._config.max_num_seqs
             or group.num_encoder_tokens > self._config.max_num_encoder_tokens
-            or self._blocks.sizes.never_fits(group)
+            or self._blocks.never_fits(group)
         )
 
     def _has_encoder_tokens(self, group: SequenceGroup, budget: SchedulingBudget) -> bool:

@@ -140,7 +140,7 @@ class WorkerGroups:
             group.encoder.id = self.new_sequence_id()
         for sequence in group.live:
             sequence.id = self.new_sequence_id()
-            sequence.max_num_tokens = group.max_num_tokens(self._blocks.sizes.max_sequence_tokens)
+            sequence.max_num_tokens = group.max_num_tokens(self._blocks.max_sequence_tokens)
         self._blocks.allocate(group.live[0])
         if group.adapter_id:
             self._adapters.came(group.adapter_id)
@@ -244,7 +244,7 @@ class WorkerGroups:
         config = self._config
         error = (
             f"the request's {group.num_seqs} sequence(s) of up to "
-            f"{group.max_num_tokens(self._blocks.sizes.max_sequence_tokens)} tokens"
+            f"{group.max_num_tokens(self._blocks.max_sequence_tokens)} tokens"
             f"{_with_encoder(group)} do not fit the worker, which has "
             f"{config.num_device_blocks} blocks of {config.block_size} tokens and "
             f"{config.max_num_seqs} sequences; ask for fewer or shorter outputs"

@@ -107,12 +107,6 @@ class WorkerLoop:
             raise
         session = WorkerSession(fleet, worker, stream, scheduler, held_adapters)
         log.info("worker connected", worker=worker.client.address, epoch=worker.epoch, blocks=info.num_device_blocks)
-        if fleet.settings.prefix_caching and config.sliding_window:
-            log.warning(
-                "this model's prompts share no prefixes: each of its layers lets go of the blocks behind its window",
-                worker=worker.client.address,
-                sliding_window=config.sliding_window,
-            )
         end: Exception | None = None
         try:
             await session.run(info)

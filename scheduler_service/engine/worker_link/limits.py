@@ -8,7 +8,7 @@ from pagewire.v1.engine_service_pb2 import ModelLimits
 from pagewire_common.sampling import MAX_N
 from pagewire_common.start_error import StartError
 from scheduler_service.core import SchedulerConfig
-from scheduler_service.core.config import blocks_within_window, default_prefill_chunk
+from scheduler_service.core.config import LayerGroup, default_prefill_chunk, tokens_that_fit
 from scheduler_service.policies import policy_class
 from scheduler_service.settings import MAX_BATCHED_TOKENS, MAX_SEQS, SchedulerSettings
 from scheduler_service.wire.codec import WorkerInfo
@@ -28,20 +28,32 @@ def model_name(model: str) -> str:
 
 
 def max_sequence_tokens(info: WorkerInfo) -> int:
-    """Tokens of one sequence: at most the model's limit, and the pool unless a sliding window fits into it."""
+    """Tokens of one sequence: at most the model's limit, and as many as the pool has room for."""
     if not info.num_device_blocks:
         return info.max_model_len
-    if info.sliding_window:
-        chunk = info.max_num_batched_tokens + info.num_speculative_tokens
-        held = blocks_within_window(info.sliding_window, chunk, info.block_size)
-        if held <= info.num_device_blocks:
-            return info.max_model_len
-    return min(info.max_model_len, _num_own_blocks(info) * info.block_size - info.num_speculative_tokens)
+    most = info.max_model_len + info.num_speculative_tokens
+    return _tokens_in(info, _num_own_blocks(info), most) - info.num_speculative_tokens
 
 
 def _num_own_blocks(info: WorkerInfo) -> int:
     """Blocks for a request's own tokens, beside the longest encoder input."""
     return info.num_device_blocks - -(-info.max_encoder_len // info.block_size)
+
+
+def _tokens_in(info: WorkerInfo, num_blocks: int, most: int) -> int:
+    """Tokens of one sequence, at most `most`, that these blocks have room for."""
+    groups = layer_groups(info) or (LayerGroup(info.block_size, info.sliding_window),)
+    return tokens_that_fit(groups, num_blocks, info.max_num_batched_tokens + info.num_speculative_tokens, most)
+
+
+def _pool_tokens(info: WorkerInfo, num_blocks: int) -> int:
+    """Tokens that these blocks store in all layers, without freeing any behind a window."""
+    blocks_each = sum(info.block_size // group.block_size for group in layer_groups(info)) or 1
+    return num_blocks // blocks_each * info.block_size
+
+
+def layer_groups(info: WorkerInfo) -> tuple[LayerGroup, ...]:
+    return tuple(LayerGroup(group.block_size, group.window) for group in info.layer_groups)
 
 
 def max_num_batched_tokens(settings: SchedulerSettings, info: WorkerInfo) -> int:
@@ -70,7 +82,7 @@ def model_limits(settings: SchedulerSettings, info: WorkerInfo) -> ModelLimits:
         context_length=context_length,
         block_size=info.block_size,
         # Half of the first worker's pool: later workers may have less free memory.
-        pool_tokens=max(context_length, _num_own_blocks(info) // 2 * info.block_size),
+        pool_tokens=max(context_length, _pool_tokens(info, _num_own_blocks(info) // 2)),
         vocabulary_size=info.vocabulary_size,
         max_num_seqs=max_num_seqs(settings, info),
         has_priorities=policy_class(settings.scheduling_policy).reads_priority,
@@ -112,7 +124,7 @@ def check_limits(limits: ModelLimits, settings: SchedulerSettings, info: WorkerI
         )
     for name, promised, offered in (
         ("longest sequence", limits.context_length, max_sequence_tokens(info)),
-        ("pool", limits.pool_tokens, max(max_sequence_tokens(info), _num_own_blocks(info) * info.block_size)),
+        ("pool", limits.pool_tokens, max(max_sequence_tokens(info), _pool_tokens(info, _num_own_blocks(info)))),
         ("largest step", min(limits.max_num_seqs, MAX_N), max_num_seqs(settings, info)),
     ):
         if offered < promised:
@@ -136,14 +148,12 @@ def scheduler_config(
     settings: SchedulerSettings, info: WorkerInfo, limits: ModelLimits | None = None
 ) -> SchedulerConfig:
     """Raises ValueError if the core cannot schedule the worker. The first worker's step `limits` apply to all."""
-    if info.max_encoder_len and max_sequence_tokens(info) < 2:
-        raise ValueError(f"the worker has {info.num_device_blocks} blocks; one request's encoder input fills them all")
     num_batched_tokens, num_seqs = max_num_batched_tokens(settings, info), max_num_seqs(settings, info)
     if limits is not None:
         num_batched_tokens = min(num_batched_tokens, limits.max_num_batched_tokens)
         num_seqs = min(num_seqs, limits.max_num_seqs)
     threshold = settings.long_prefill_token_threshold
-    return SchedulerConfig(
+    config = SchedulerConfig(
         block_size=info.block_size,
         num_device_blocks=info.num_device_blocks,
         max_num_batched_tokens=num_batched_tokens,
@@ -153,6 +163,7 @@ def scheduler_config(
         watermark=settings.watermark,
         num_host_blocks=info.num_host_blocks,
         sliding_window=info.sliding_window,
+        layer_groups=layer_groups(info),
         prefix_caching=settings.prefix_caching,
         phase_rule=settings.phase_rule,
         delay_factor=settings.delay_factor,
@@ -166,3 +177,6 @@ def scheduler_config(
         lora_copy_seconds=info.lora_copy_seconds,
         max_num_encoder_tokens=info.max_num_encoder_tokens,
     )
+    if info.max_encoder_len and max_sequence_tokens(info) < 2:
+        raise ValueError(f"the worker has {info.num_device_blocks} blocks; one request's encoder input fills them all")
+    return config

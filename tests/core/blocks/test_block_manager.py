@@ -147,9 +147,9 @@ def test_writing_to_a_shared_block_copies_it_and_the_last_writer_keeps_the_origi
     blocks.fork(parent, child, 5)
     chunks = [(parent, 1), (child, 1)]
     assert blocks.can_append_slots(chunks)
-    parent.num_known_blocks = 2
+    assert blocks.tell(parent, whole=False) == [(0, 0, original)]
     assert blocks.append_slots(parent, 1) == [(original[1], blocks.tables[parent.id][1])]
-    assert parent.num_known_blocks == 1
+    assert blocks.tell(parent, whole=False) == [(0, 1, blocks.tables[parent.id][1:])]
     assert blocks.append_slots(child, 1) == []
     assert blocks.tables[child.id] == original
     blocks.check()
@@ -171,7 +171,7 @@ def test_can_append_slots_counts_copies_exactly() -> None:
 def test_a_group_needs_its_shared_prompt_blocks_once(num_tokens: int, num_shared: int) -> None:
     """The block with the last prompt token is never shared: each follower computes that token itself."""
     blocks = BlockManager(block_size=4, num_device_blocks=100)
-    assert blocks.sizes.blocks_of_group(make_group(num_tokens, n=3)) == num_shared + 3
+    assert blocks.num_blocks_of(make_group(num_tokens, n=3)) == num_shared + 3
 
 
 def test_a_block_that_is_written_to_leaves_the_cache() -> None:

@@ -43,6 +43,7 @@ def test_a_prompt_that_is_longer_than_the_pool_can_be_swapped_out_and_comes_back
         max_prefill_chunk=2,
         max_num_seqs=1,
         sliding_window=4,
+        prefix_caching=False,
         preemption_mode=PreemptionMode.SWAP,
     )
     worker = FakeWorker(scheduler.config)

@@ -8,7 +8,7 @@ from fake_worker import FakeWorker, reference_output
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_helpers import make_group, make_scheduler, output_of, run, run_ahead, step
-from workloads import random_config, random_request
+from workloads import random_config, random_request, with_layer_groups
 
 from scheduler_service.core import Scheduler, SequenceGroup, SequenceStatus, WaitingQueue
 
@@ -33,10 +33,10 @@ def test_a_group_that_fits_alone_is_never_ended_before_its_promised_length(
 ) -> None:
     """Whether it is new, resumed or begins anew on another worker, and with windows, beams or room for drafts."""
     rng = Random(seed)
-    config, waiting = random_config(rng, range(1, 24)), WaitingQueue()
+    config, waiting = with_layer_groups(random_config(rng, range(1, 24)), seed), WaitingQueue()
     group = random_group(rng, config.max_sequence_tokens)
     scheduler = Scheduler(config, waiting)
-    if group.num_seqs > config.max_num_seqs or scheduler.blocks.sizes.never_fits(group):
+    if group.num_seqs > config.max_num_seqs or scheduler.blocks.never_fits(group):
         return
     scheduler.add_request(group)
     worker = FakeWorker(config)
@@ -68,7 +68,7 @@ def test_a_group_is_refused_for_no_block_more_than_it_would_take(
 
     smallest = num_lookahead_slots // block_size + 1  # in which a sequence has a token
     num_blocks = next(
-        number for number in itertools.count(smallest) if not scheduler(number).blocks.sizes.never_fits(group())
+        number for number in itertools.count(smallest) if not scheduler(number).blocks.never_fits(group())
     )
     fits = scheduler(num_blocks)
     fits.add_request(group())

@@ -1,6 +1,7 @@
 """The worker's KV memory: a pool of blocks on the device, a pool on the host, and copies of blocks. Blocks are known
 only by number. Memory is not initialised, so the operating system commits a host block at its first write."""
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from torch import Tensor
 from kernels.attention.narrow_cache import stored_size
 from kernels.backends import ops_for
 from kernels.inputs import upload
+from worker_service.execution.cache.layer_groups import LayerGroup
+from worker_service.models.causal_model import GroupedCache, LayerCache
 from worker_service.session.step import BlockMapping, SchedulerOutput
 
 _MEASURED_BLOCKS = 8
@@ -17,25 +20,57 @@ _MEASURED_BLOCKS = 8
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Keys and values of `block_size` tokens in all layers. Layout: `kernels.ops`; 8-bit:
-    `kernels.attention.narrow_cache`."""
+    """Keys and values of `block_size` tokens in all layers or, with groups, in the layers of one group. Layout:
+    `kernels.ops`; 8-bit: `kernels.attention.narrow_cache`."""
 
     num_layers: int
     block_size: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    groups: tuple[LayerGroup, ...] = ()
+    """The groups of layers, if there are several."""
+
+    @property
+    def _token_elements(self) -> int:
+        """Elements of one token's keys and values in one layer."""
+        return 2 * self.num_kv_heads * stored_size(self.head_dim, self.dtype)
+
+    @property
+    def _size(self) -> int:
+        """Tokens of a block, counted for each layer."""
+        return max((group.size for group in self.groups), default=self.num_layers * self.block_size)
 
     @property
     def block_bytes(self) -> int:
-        head_bytes = stored_size(self.head_dim, self.dtype) * self.dtype.itemsize
-        return self.num_layers * 2 * self.block_size * self.num_kv_heads * head_bytes
+        return self._size * self._token_elements * self.dtype.itemsize
+
+    @property
+    def span(self) -> int:
+        """Tokens in a whole number of each group's blocks."""
+        return math.lcm(*(group.block_size for group in self.groups)) if self.groups else self.block_size
 
     def allocate(self, num_blocks: int, device: torch.device, pinned: bool = False) -> Tensor:
-        """A pool of uninitialised blocks, [num_blocks, num_layers, 2, block_size, num_kv_heads, elements of a head]."""
-        head = stored_size(self.head_dim, self.dtype)
-        shape = (num_blocks, self.num_layers, 2, self.block_size, self.num_kv_heads, head)
+        """A pool of uninitialised blocks, [num_blocks, num_layers, 2, block_size, num_kv_heads, elements of a head]
+        or, with groups, [num_blocks, elements of a block]."""
+        shape: tuple[int, ...] = (num_blocks, self._size * self._token_elements)
+        if not self.groups:
+            head = stored_size(self.head_dim, self.dtype)
+            shape = (num_blocks, self.num_layers, 2, self.block_size, self.num_kv_heads, head)
         return torch.empty(shape, dtype=self.dtype, device=device, pin_memory=pinned)
+
+    def view(self, blocks: Tensor) -> Tensor | GroupedCache:
+        """The memory of `allocate` as a model reads it."""
+        if not self.groups:
+            return blocks
+        layers: dict[int, LayerCache] = {}
+        for number, group in enumerate(self.groups):
+            of_layer = group.block_size * self._token_elements
+            for place, layer in enumerate(group.layers):
+                part = blocks[:, place * of_layer : (place + 1) * of_layer]
+                shape = (2, group.block_size, self.num_kv_heads, stored_size(self.head_dim, self.dtype))
+                layers[layer] = LayerCache(part.unflatten(1, shape), number)  # type: ignore[no-untyped-call]
+        return GroupedCache([layers[layer] for layer in sorted(layers)], [group.block_size for group in self.groups])
 
 
 class CacheEngine:
@@ -43,6 +78,7 @@ class CacheEngine:
 
     def __init__(self, shape: CacheShape, num_device_blocks: int, num_host_blocks: int, device: torch.device) -> None:
         self.device_blocks = shape.allocate(num_device_blocks, device)
+        self.cache = shape.view(self.device_blocks)
         self.host_blocks = shape.allocate(num_host_blocks, torch.device("cpu"), pinned=device.type == "cuda")
         self._ops = ops_for(device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]

@@ -17,9 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.inputs import AttentionMetadata
 from worker_service.execution.cache.cache_engine import CacheEngine
-from worker_service.models.causal_model import AdapterPlace, CausalModel
+from worker_service.models.causal_model import AdapterPlace, Attention, Cache, CausalModel, Slots
 from worker_service.models.layers.linear import NONE_QUANTIZED, Quantization, Quantized
 from worker_service.session.session import ScheduledChunk, SequenceState
 from worker_service.session.step import BlockMapping, ModelOutput, SchedulerOutput
@@ -43,9 +42,9 @@ class _Widened:
         self,
         token_ids: Tensor,
         positions: Tensor,
-        slots: Tensor,
-        attention: AttentionMetadata,
-        cache: Tensor,
+        slots: Slots,
+        attention: Attention,
+        cache: Cache,
         adapter_slots: Tensor | None = None,
     ) -> Tensor:
         known = token_ids.clamp(max=self.config.vocabulary_size - 1)

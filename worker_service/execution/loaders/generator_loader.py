@@ -1,5 +1,6 @@
 """Loads a model that generates text: network, KV cache and optional features."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import truediv
@@ -12,11 +13,12 @@ from pagewire_common.start_error import StartError
 from worker_service.errors import is_out_of_memory
 from worker_service.execution.adapters.adapters import AdapterRoom
 from worker_service.execution.cache.cache_engine import CacheEngine
+from worker_service.execution.cache.layer_groups import LayerGroup, group_layers
 from worker_service.execution.drafting.proposer_loaders import open_proposer_loader
 from worker_service.execution.loaders.loader import Loader
 from worker_service.execution.sampling.alignment import Aligner
 from worker_service.execution.sampling.forms import Forms
-from worker_service.execution.startup.capacity import count_device_blocks
+from worker_service.execution.startup.capacity import blocks_of, count_device_blocks
 from worker_service.execution.startup.network import Network
 from worker_service.execution.startup.profiling import measure_encoder_decoder, measure_prefill
 from worker_service.execution.steps.decode_graphs import capture
@@ -24,7 +26,7 @@ from worker_service.execution.steps.encoder_decoder_runner import EncoderDecoder
 from worker_service.execution.steps.model_runner import ModelRunner, Runner
 from worker_service.parallel.ranks import Ranks
 from worker_service.progress import stage
-from worker_service.session.step import Limits, WorkerInfo
+from worker_service.session.step import LayerLimits, Limits, WorkerInfo
 from worker_service.settings import WorkerSettings
 from worker_service.speculation.drafter import Drafter, Proposer
 
@@ -40,14 +42,13 @@ class GeneratorLoader(Loader):
         config, ranks = target.config, target.ranks
         self._aligner = Aligner.read(generation, config) if target.max_encoder_len else None
         window = config.sliding_window
-        # The scheduler caches prefixes only for models without a sliding window. A window as long as the longest
-        # sequence counts as none.
+        # A window as long as the longest sequence counts as none.
         self._sliding_window = 0 if window is None or window >= self.max_model_len else window
         self._proposer_loader = open_proposer_loader(settings, target, self.max_model_len, self._sliding_window)
         follows = settings.forms and ranks.size == 1
         # The process for output forms starts while the model is being loaded.
         self._forms = Forms.load(target.tokenizer_files, config.vocabulary_size) if follows else None
-        self._shapes = [target.shape, *self._proposer_loader.shapes]
+        self._shapes = [replace(target.shape, groups=self._groups()), *self._proposer_loader.shapes]
         self._block_bytes = ranks.gather_numbers(sum(shape.block_bytes for shape in self._shapes))
         self._room = AdapterRoom(settings.max_loras, settings.max_lora_rank, settings.max_cpu_loras)
         self._num_device_blocks = 0
@@ -55,6 +56,14 @@ class GeneratorLoader(Loader):
         self._model: Any  # the network's class depends on `config`
         self._cache: CacheEngine
         self._proposer: Proposer | None = None
+
+    def _groups(self) -> tuple[LayerGroup, ...]:
+        """The groups of layers in the KV cache. CUDA graphs and networks that draft have one block table for each
+        sequence."""
+        target, settings = self.target, self.settings
+        if settings.disable_hybrid_kv_cache_manager or target.device.type != "cpu" or self._proposer_loader.shapes:
+            return ()
+        return group_layers(target.config.windows, settings.block_size, self.max_model_len)
 
     def check(self) -> list[int]:
         return self.target.check(self._room) + self._proposer_loader.check()
@@ -66,7 +75,7 @@ class GeneratorLoader(Loader):
         self._proposer_loader.load(self._model)
 
     def measure(self) -> int:
-        shape, device, most_tokens = self.target.shape, self.target.device, self.settings.max_num_batched_tokens
+        shape, device, most_tokens = self._shapes[0], self.target.device, self.settings.max_num_batched_tokens
         if self.target.max_encoder_len:
             speed = measure_encoder_decoder(self._model, shape, device, most_tokens)
         else:
@@ -102,7 +111,11 @@ class GeneratorLoader(Loader):
         )
         if self._sliding_window or settings.max_model_len is not None or settings.num_gpu_blocks_override is not None:
             return
-        found = min(self.max_model_len, max(target.unscaled_len, self._num_device_blocks * settings.block_size))
+        chunk = settings.max_num_batched_tokens
+        fitting = bisect_right(
+            range(1, longest + 1), self._num_device_blocks, key=lambda n: blocks_of(n, self._shapes[0], 0, chunk)
+        )
+        found = min(self.max_model_len, max(target.unscaled_len, fitting))
         if found < self.max_model_len:
             log.warning(
                 f"texts have at most {found} tokens: the cache has no room for {self.max_model_len}, for which "
@@ -152,6 +165,8 @@ class GeneratorLoader(Loader):
             max_cpu_loras=settings.max_cpu_loras,
             embedding_size=0 if max_encoder_len else config.hidden_size,
             max_encoder_len=max_encoder_len,
+            block_size=self._shapes[0].span,
+            layer_groups=tuple(LayerLimits(group.block_size, group.window) for group in self._shapes[0].groups),
             max_num_encoder_tokens=max(max_encoder_len, settings.max_num_batched_tokens) if max_encoder_len else 0,
             feature_bytes=getattr(config, "feature_bytes", 0),
             aligns=self._aligner is not None,

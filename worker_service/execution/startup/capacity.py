@@ -64,10 +64,7 @@ def count_device_blocks(
     block_size, own_bytes = shapes[0].block_size, sum(shape.block_bytes for shape in shapes)
 
     def blocks_for(num_tokens: int) -> int:
-        blocks = -(-num_tokens // block_size)
-        if not sliding_window:
-            return blocks
-        return min(blocks, (sliding_window + settings.max_num_batched_tokens - 3) // block_size + 2)
+        return blocks_of(num_tokens, shapes[0], sliding_window, settings.max_num_batched_tokens)
 
     needed, least_model_len = blocks_for(max_model_len), min(max_model_len, least_model_len or max_model_len)
     block_bytes = sum(ranks.gather_numbers(own_bytes))
@@ -86,6 +83,13 @@ def count_device_blocks(
     if count < (least := blocks_for(least_model_len)):
         raise StartError(_too_little(device, block_size, block_bytes, least_model_len, max(count, 0), least))
     return count
+
+
+def blocks_of(num_tokens: int, shape: CacheShape, sliding_window: int, chunk: int) -> int:
+    """Blocks of one sequence. chunk: tokens of the largest step."""
+    groups = [(group.block_size, group.window) for group in shape.groups] or [(shape.block_size, sliding_window)]
+    numbers = ((-(-num_tokens // size), (window + chunk - 3) // size + 2, window) for size, window in groups)
+    return sum(min(whole, recent) if window else whole for whole, recent, window in numbers)
 
 
 def _too_little(

@@ -37,7 +37,8 @@ def measure_prefill(
     length, num_longer = divmod(num_tokens, num_seqs)
     lengths = [length + 1] * num_longer + [length] * (num_seqs - num_longer)
     longest = min(max(lengths), model.config.max_model_len)
-    blocks = range(-(-longest // shape.block_size))
+    block_size, *further_sizes = [group.block_size for group in shape.groups] or [shape.block_size]
+    blocks = range(-(-longest // min([block_size, *further_sizes])))
     # All sequences use the same blocks, because the results do not matter.
     chunks = [
         ScheduledChunk(
@@ -48,6 +49,7 @@ def measure_prefill(
                 num_computed_tokens=0,
                 block_ids=array(TOKENS, blocks),
                 sampling=SamplingParams(temperature=1.0, top_p=0.9),
+                further_tables=tuple(array(TOKENS, blocks) for _ in further_sizes),
             ),
             start=0,
             stop=min(length, longest),

@@ -20,7 +20,7 @@ from worker_service.execution.sampling.pooling import pool_all
 from worker_service.execution.sampling.sampler import sample
 from worker_service.execution.steps.decode_graphs import DecodeGraphs
 from worker_service.execution.steps.running_step import RunningStep, StepClock
-from worker_service.models.causal_model import CausalModel
+from worker_service.models.causal_model import Attention, CausalModel, GroupedCache, Slots
 from worker_service.session.session import ScheduledChunk, SequenceState
 from worker_service.session.step import ModelOutput, SampleLogprobs, SchedulerOutput
 
@@ -41,10 +41,16 @@ class Batch:
     attention: AttentionMetadata
     query_start: tuple[int, ...]
     """The first row of each chunk, followed by the number of rows."""
+    further: Sequence[tuple[Tensor, AttentionMetadata]]
+    """Slots and sequences in further groups of layers."""
 
 
-def build_batch(chunks: Sequence[ScheduledChunk], block_size: int, device: torch.device) -> Batch:
-    """Build the tensors in host memory, and copy each to the device as a whole. At least one chunk is required."""
+def build_batch(
+    chunks: Sequence[ScheduledChunk], block_size: int, device: torch.device, further_sizes: Sequence[int] = ()
+) -> Batch:
+    """Build the tensors in host memory, and copy each to the device as a whole. At least one chunk is required.
+
+    further_sizes: tokens of a block in further groups of layers."""
     starts = np.array([chunk.start for chunk in chunks])
     stops = np.array([chunk.stop for chunk in chunks])
     query_lens = stops - starts
@@ -52,20 +58,28 @@ def build_batch(chunks: Sequence[ScheduledChunk], block_size: int, device: torch
     sequence = np.repeat(np.arange(len(chunks)), query_lens)
     positions = np.arange(query_start[-1]) + (starts - query_start[:-1])[sequence]
 
-    num_blocks = -(-stops // block_size)
-    block_tables = np.zeros((len(chunks), num_blocks.max()), dtype=np.int64)
     token_ids = np.empty(query_start[-1], dtype=np.int64)
     for row, chunk in enumerate(chunks):
-        block_tables[row, : num_blocks[row]] = chunk.sequence.block_ids[: num_blocks[row]]
         token_ids[query_start[row] : query_start[row + 1]] = chunk.token_ids
 
-    slots = block_tables[sequence, positions // block_size] * block_size + positions % block_size
+    def place(group: int, size: int) -> tuple[Tensor, AttentionMetadata]:
+        num_blocks = -(-stops // size)
+        block_tables = np.zeros((len(chunks), num_blocks.max()), dtype=np.int64)
+        for row, chunk in enumerate(chunks):
+            table = chunk.sequence.further_tables[group - 1] if group else chunk.sequence.block_ids
+            block_tables[row, : num_blocks[row]] = table[: num_blocks[row]]
+        slots = block_tables[sequence, positions // size] * size + positions % size
+        metadata = AttentionMetadata.build(query_lens.tolist(), stops.tolist(), torch.from_numpy(block_tables), device)
+        return upload(slots, torch.int64, device), metadata
+
+    slots, attention = place(0, block_size)
     return Batch(
         token_ids=upload(token_ids, torch.int64, device),
         positions=upload(positions, torch.int64, device),
-        slots=upload(slots, torch.int64, device),
-        attention=AttentionMetadata.build(query_lens.tolist(), stops.tolist(), torch.from_numpy(block_tables), device),
+        slots=slots,
+        attention=attention,
         query_start=tuple(query_start.tolist()),
+        further=[place(group, size) for group, size in enumerate(further_sizes, 1)],
     )
 
 
@@ -207,10 +221,15 @@ class ModelRunner(Runner):
             hidden = self._decode_graphs.forward(chunks, unseen, adapter_slots)
             return hidden, list(accumulate((chunk.stop - chunk.start for chunk in chunks), initial=0))
         assert before is None
-        cache = self.cache_engine.device_blocks
-        batch = build_batch(chunks, cache.shape[3], self.device)
+        cache = self.cache_engine.cache
+        block_size, *further = cache.block_sizes if isinstance(cache, GroupedCache) else (cache.shape[3],)
+        batch = build_batch(chunks, block_size, self.device, further)
+        slots: Slots = batch.slots
+        attention: Attention = batch.attention
+        if further:
+            slots, attention = zip((slots, attention), *batch.further, strict=True)
         return self.model.forward(
-            batch.token_ids, batch.positions, batch.slots, batch.attention, cache, adapter_slots
+            batch.token_ids, batch.positions, slots, attention, cache, adapter_slots
         ), batch.query_start
 
     def _pool(

@@ -8,6 +8,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from worker_service.models.borrowed.survey import Survey, survey
+from worker_service.models.causal_model import widest
 from worker_service.models.config.config_keys import check_generates
 from worker_service.models.config.rope import scaled_length
 from worker_service.models.config.transformers_json import parse
@@ -77,7 +78,11 @@ class TransformersConfig:
 
     @property
     def sliding_window(self) -> int | None:
-        return self.needs.sliding_window
+        return widest(self.needs.windows)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return self.needs.windows
 
 
 def _why_not(network: Any, network_class: Any) -> str | None:

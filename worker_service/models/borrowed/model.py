@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from kernels.backends import ops_for
-from kernels.inputs import AttentionMetadata
 from worker_service.models.borrowed.attention import NAME, within
 from worker_service.models.borrowed.config import TransformersConfig
 from worker_service.models.borrowed.network import Head, build_network
 from worker_service.models.borrowed.weights import checkpoint_places
-from worker_service.models.causal_model import AdapterPlace
+from worker_service.models.causal_model import AdapterPlace, Attention, Cache, Slots, by_layer
 from worker_service.models.layers.linear import NONE_QUANTIZED, Linear, Quantization, Quantized
 
 
@@ -68,9 +67,9 @@ class TransformersModel:
         self,
         token_ids: Tensor,
         positions: Tensor,
-        slots: Tensor,
-        attention: AttentionMetadata,
-        cache: Tensor,
+        slots: Slots,
+        attention: Attention,
+        cache: Cache,
         adapter_slots: Tensor | None = None,
     ) -> Tensor:
         self._adapter_slots = adapter_slots
@@ -92,11 +91,8 @@ class TransformersModel:
 class _CachedAttention:
     """Attention over the paged KV cache in one forward pass. Call n of `attend` is for layer n."""
 
-    def __init__(self, slots: Tensor, metadata: AttentionMetadata, cache: Tensor) -> None:
-        self._slots = slots
-        self._metadata = metadata
-        self._layers = iter(cache.unbind(1))
-        self._ops = ops_for(cache.device)
+    def __init__(self, slots: Slots, attention: Attention, cache: Cache) -> None:
+        self._layers = by_layer(slots, attention, cache)
 
     def attend(
         self,
@@ -108,6 +104,7 @@ class _CachedAttention:
         soft_cap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        layer_cache = next(self._layers)
-        self._ops.store_kv(key, value, layer_cache, self._slots)
-        return self._ops.paged_attention(query, layer_cache, self._metadata, scale, window, soft_cap, sinks=sinks)
+        layer_cache, slots, metadata = next(self._layers)
+        ops = ops_for(layer_cache.device)
+        ops.store_kv(key, value, layer_cache, slots)
+        return ops.paged_attention(query, layer_cache, metadata, scale, window, soft_cap, sinks=sinks)

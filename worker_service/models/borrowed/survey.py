@@ -13,7 +13,6 @@ from torch import Tensor
 
 from worker_service.models.borrowed.attention import NAME, within
 from worker_service.models.borrowed.weights import checkpoint_places, tied_tensors
-from worker_service.models.causal_model import widest
 from worker_service.models.config.config_limits import check_padding
 
 
@@ -22,8 +21,8 @@ class Survey:
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    sliding_window: int | None
-    """See `ModelConfig.sliding_window`."""
+    windows: tuple[int | None, ...]
+    """See `ModelConfig.windows`."""
     hidden_size: int
     tied: Mapping[str, str]
     """See `ModelConfig.tied`."""
@@ -103,7 +102,7 @@ def survey(network_class: Any, config: Any) -> Survey:
     return Survey(
         len(observer.shapes),
         *observer.shapes[0],
-        widest(observer.windows),
+        tuple(observer.windows),
         hidden_size,
         {name: other for name, (_, other) in tied_tensors(network).items()},
         tuple(network._keys_to_ignore_on_load_unexpected or ()),

@@ -16,7 +16,7 @@ from kernels.backends import ops_for
 from kernels.float8 import Float8Weight
 from kernels.inputs import AttentionMetadata, rotary_tables
 from kernels.ops import Ops
-from worker_service.models.causal_model import AdapterPlace, Fill
+from worker_service.models.causal_model import AdapterPlace, Attention, Cache, Fill, Slots, by_layer
 from worker_service.models.decoders.decoder_config import DecoderConfig, LayerConfig
 from worker_service.models.decoders.mlp import DenseMlp, MixtureMlp, Mlp, Projection
 from worker_service.models.decoders.shard import Shard
@@ -261,9 +261,9 @@ class Decoder:
         self,
         token_ids: Tensor,
         positions: Tensor,
-        slots: Tensor,
-        attention: AttentionMetadata,
-        cache: Tensor,
+        slots: Slots,
+        attention: Attention,
+        cache: Cache,
         adapter_slots: Tensor | None = None,
     ) -> Tensor:
         """See `CausalModel.forward`. Hidden states are normalised by the last norm."""
@@ -274,16 +274,20 @@ class Decoder:
         if self._embedding_scale != 1:
             residual *= self._embedding_scale
         states: dict[int, Tensor] = {}
-        for number, (layer, layer_config) in enumerate(zip(self._layers, self.config.layers, strict=True)):
+        places = by_layer(slots, attention, cache)
+        for number, (layer, layer_config, place) in enumerate(
+            zip(self._layers, self.config.layers, places, strict=True)
+        ):
             if number in self._shown:
                 states[number] = (residual.clone() if delta is None else residual + delta).to(self._norm.dtype)
             rotation = rotations[layer_config.rope] if layer_config.rope is not None else None
-            delta = layer.forward(delta, residual, rotation, cache[:, number], slots, attention, adapter_slots)
+            delta = layer.forward(delta, residual, rotation, *place, adapter_slots)
         assert delta is not None  # every network has a layer
         normed = self._ops.add_rms_norm(delta, residual, self._norm, self.config.rms_norm_eps, self.config.norm_offset)
         if self._show is not None:
             behind = {len(self._layers): residual, len(self._layers) + 1: normed}
             shown = [(states | behind)[number].to(normed.dtype) for number in self._shown]
+            assert isinstance(slots, Tensor)  # heads that draft share the cache's blocks
             self._show(shown, slots)
         return normed
 

@@ -114,4 +114,8 @@ class DecoderConfig:
 
     @property
     def sliding_window(self) -> int | None:
-        return widest(layer.window for layer in self.layers)
+        return widest(self.windows)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return tuple(layer.window for layer in self.layers)

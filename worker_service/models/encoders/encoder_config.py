@@ -50,6 +50,7 @@ class EncoderConfig:
 
     num_layers = num_kv_heads = head_dim = 0
     sliding_window = None
+    windows = ()
 
     @classmethod
     def from_json(cls, json: Mapping[str, Any]) -> "EncoderConfig":

@@ -55,6 +55,7 @@ class EncoderDecoderConfig:
     tie_word_embeddings decides only whether hidden states are scaled."""
 
     sliding_window = None
+    windows = ()
 
     @classmethod
     def from_json(cls, json: Mapping[str, Any]) -> "EncoderDecoderConfig":

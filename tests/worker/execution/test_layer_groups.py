@@ -1,0 +1,177 @@
+"""Layers with and without a window have block tables of their own, and no token changes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stepped_worker import DEVICE, PROMPT, Oracle, SteppedWorker, load_runner
+from worker_helpers import LIMITS
+
+from scheduler_service.core import (
+    PreemptionMode,
+    SamplingParams,
+    Scheduler,
+    SchedulerConfig,
+    SequenceGroup,
+    WaitingQueue,
+)
+from scheduler_service.core.config import LayerGroup
+from scheduler_service.wire.codec import decode_model_output, decode_worker_info, encode_scheduler_output
+from worker_service.errors import InvalidStepError
+from worker_service.execution.cache.cache_engine import CacheShape
+from worker_service.execution.cache.layer_groups import group_layers
+from worker_service.execution.worker import load_worker
+from worker_service.models.causal_model import GroupedCache
+from worker_service.serving.codec import decode_scheduler_output, encode_model_output, encode_worker_info
+from worker_service.session.step import LayerLimits
+from worker_service.settings import WorkerSettings
+
+pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="on a GPU, all layers have one block table")
+WINDOW = 8
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+MODELS: Mapping[str, dict[str, Any]] = {
+    "native": {"model_type": "gemma3_text", "num_hidden_layers": 3, "layer_types": KINDS, "sliding_window": WINDOW},
+    "borrowed": {"model_type": "exaone4", "num_hidden_layers": 3, "layer_types": KINDS, "sliding_window": WINDOW},
+}
+# One layer without a window and two with one: 8 and 4 tokens of a block have the same bytes.
+GROUPED = replace(LIMITS, block_size=8, layer_groups=(LayerLimits(8, 0), LayerLimits(4, WINDOW)))
+
+
+@pytest.fixture(params=MODELS)
+def checkpoint(request: pytest.FixtureRequest, make_checkpoint: Callable[..., Path]) -> Path:
+    return make_checkpoint(**MODELS[request.param])
+
+
+def scheduler_of(limits: Any, **sizes: Any) -> Scheduler:
+    config: dict[str, Any] = {
+        "block_size": limits.block_size,
+        "layer_groups": tuple(LayerGroup(*group) for group in limits.layer_groups),
+        "num_device_blocks": limits.num_device_blocks,
+        "num_host_blocks": limits.num_host_blocks,
+        "max_num_batched_tokens": 8,
+        "max_num_seqs": 4,
+        "max_model_len": limits.max_model_len,
+        "watermark": 0.0,
+    }
+    return Scheduler(SchedulerConfig(**config | sizes), WaitingQueue())
+
+
+def serve(scheduler: Scheduler, worker: SteppedWorker, groups: Sequence[SequenceGroup]) -> None:
+    for group in groups:
+        scheduler.add_request(group)
+    while scheduler.has_work:
+        output = scheduler.schedule()
+        step = decode_scheduler_output(encode_scheduler_output(output, epoch=1), worker.limits)
+        answer = worker.execute(step)
+        scheduler.update_from_output(output, decode_model_output(encode_model_output(1, step.step_id, answer)))
+        scheduler.blocks.check()
+
+
+def outputs(group: SequenceGroup) -> list[list[int]]:
+    return [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in group.sequences]
+
+
+@pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
+def test_tokens_match_transformers_through_preemption_and_from_the_prefix_cache(
+    checkpoint: Path, mode: PreemptionMode
+) -> None:
+    """Four contexts of up to 57 tokens need up to 8 and 6 blocks at a time each, of a pool of 17."""
+    limits = replace(GROUPED, num_device_blocks=17, num_host_blocks=40)
+    scheduler = scheduler_of(limits, preemption_mode=mode)
+    worker = SteppedWorker(load_runner(checkpoint, limits=limits), limits)
+    oracle = Oracle(checkpoint)
+    prompts = [PROMPT, PROMPT[::-1], PROMPT[10:], PROMPT[:30]]
+    groups = [SequenceGroup(str(n), prompt, SamplingParams(max_tokens=20)) for n, prompt in enumerate(prompts)]
+    serve(scheduler, worker, groups)
+    for group, prompt in zip(groups, prompts, strict=True):
+        assert outputs(group) == [oracle.greedy(prompt, 20)]
+    assert scheduler.num_preemptions[mode] > 0
+    again = SequenceGroup("again", [*PROMPT, 5, 6], SamplingParams(max_tokens=9))
+    scheduler.reset_prefix_cache()
+    serve(scheduler, worker, [SequenceGroup("first", PROMPT, SamplingParams(max_tokens=1)), again])
+    assert again.history.num_cached_tokens == len(PROMPT) // 8 * 8
+    assert outputs(again) == [oracle.greedy([*PROMPT, 5, 6], 9)]
+
+
+def test_outputs_of_one_prompt_share_its_blocks_in_every_group(checkpoint: Path) -> None:
+    limits = replace(GROUPED, num_device_blocks=40)
+    scheduler, worker = scheduler_of(limits), SteppedWorker(load_runner(checkpoint, limits=limits), limits)
+    group = SequenceGroup("r", PROMPT, SamplingParams(max_tokens=12, n=3))
+    serve(scheduler, worker, [group])
+    assert outputs(group) == 3 * [Oracle(checkpoint).greedy(PROMPT, 12)]
+
+
+@pytest.mark.parametrize(("flag", "groups"), [(False, [(8, 0), (4, WINDOW)]), (True, [])])
+def test_a_worker_states_its_groups_and_counts_the_blocks_that_a_sequence_needs(
+    checkpoint: Path, flag: bool, groups: list[tuple[int, int]]
+) -> None:
+    settings = WorkerSettings(
+        model=str(checkpoint),
+        device="cpu",
+        block_size=4,
+        max_model_len=128,
+        max_num_seqs=1,
+        max_num_batched_tokens=16,
+        disable_hybrid_kv_cache_manager=flag,
+    )
+    worker = load_worker(settings)
+    info = decode_worker_info(encode_worker_info(worker.info, worker.limits, epoch=0))
+    assert [(group.block_size, group.window) for group in info.layer_groups] == groups
+    assert info.block_size == (8 if groups else 4)
+    # 16 blocks of 8 tokens, and those of 4 that the window and a chunk touch; or 32 blocks of 4 tokens.
+    assert info.num_device_blocks == (16 + (WINDOW + 16 - 3) // 4 + 2 if groups else 32)
+
+
+def test_a_step_with_tables_of_other_groups_is_refused() -> None:
+    scheduler = scheduler_of(replace(GROUPED, layer_groups=()))
+    scheduler.add_request(SequenceGroup("r", PROMPT, SamplingParams(max_tokens=1)))
+    message = encode_scheduler_output(scheduler.schedule(), epoch=1)
+    with pytest.raises(InvalidStepError, match="further_tables: 1 block tables of a sequence; the model has 2 groups"):
+        decode_scheduler_output(message, GROUPED)
+    message.new_sequences[0].further_tables.add(block_ids=[1, 2])
+    message.block_table_updates.add(layer_group=2)
+    with pytest.raises(InvalidStepError, match="layer_group: 2; the model has 2 groups"):
+        decode_scheduler_output(message, GROUPED)
+
+
+@pytest.mark.parametrize(
+    ("num_whole", "num_recent", "sizes"),
+    [
+        (12, 12, (16, 16)),  # gpt-oss 20B
+        (3, 15, (80, 16)),  # Gemma 3 270M
+        (4, 22, (96, 16)),  # Gemma 3 1B
+        (5, 29, (96, 16)),  # Gemma 3 4B
+        (8, 40, (80, 16)),  # Gemma 3 12B
+        (10, 52, (80, 16)),  # Gemma 3 27B
+        (8, 24, (48, 16)),  # OLMo 3 7B
+        (5, 1, (16, 80)),
+    ],
+)
+def test_blocks_of_all_groups_have_nearly_the_same_bytes(
+    num_whole: int, num_recent: int, sizes: tuple[int, int]
+) -> None:
+    groups = group_layers([None] * num_whole + [512] * num_recent, 16, 8192)
+    assert tuple(group.block_size for group in groups) == sizes
+    assert min(group.size for group in groups) >= 0.9 * max(group.size for group in groups)
+
+
+def test_layers_of_one_kind_are_no_groups_and_a_window_of_the_longest_sequence_is_none() -> None:
+    assert group_layers([512, 512], 16, 8192) == group_layers([None, 512], 16, 512) == ()
+
+
+def test_layers_of_a_block_do_not_overlap_and_fill_it() -> None:
+    shape = CacheShape(3, 4, 2, 8, torch.float32, group_layers([6, None, 6], 4, 100))
+    blocks = shape.allocate(2, torch.device("cpu"))
+    cache = shape.view(blocks)
+    assert isinstance(cache, GroupedCache)
+    assert cache.block_sizes == [8, 4]
+    blocks.zero_()
+    for number in (0, 2):
+        cache.layers[number].blocks.add_(1 + number)
+    assert sorted(set(blocks.flatten().tolist())) == [1, 3]
+    blocks.zero_()
+    cache.layers[1].blocks.add_(1)
+    assert (blocks == 1).all()
