@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from scheduler_service.core import SchedulerOutput
+from scheduler_service.core.config import LayerGroup
 from scheduler_service.recording.step_work import StepWork
 
 # Fields that may be 0; the others must be positive.
@@ -30,6 +31,8 @@ class CostModel:
     num_host_blocks: int = 2_048
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2_048
+    layer_groups: tuple[LayerGroup, ...] = ()
+    """The groups of layers if any has a window: in the JSON file, pairs of a block's tokens and the window's."""
     guesses: tuple[float, ...] = ()
     """Shares of decodes that verify at least one draft, at least two, and so on."""
     acceptance: tuple[float, ...] = ()
@@ -62,6 +65,7 @@ class CostModel:
         }
         if not isinstance(values, dict) or not set(values) <= set(known):
             raise ValueError(f"{path}: the fields of a cost model are {', '.join(known)}")
+        groups = _layer_groups(path, values.pop("layer_groups", []))
         shares: dict[str, Any] = {name: _shares(path, name, values.pop(name, [])) for name in ("guesses", "acceptance")}
         if len(shares["guesses"]) != len(shares["acceptance"]):
             raise ValueError(f"{path}: guesses and acceptance have different lengths")
@@ -70,7 +74,18 @@ class CostModel:
             if not is_number or (value == 0 and name not in MAY_BE_ZERO):
                 least = "number of at least 0" if name in MAY_BE_ZERO else "positive number"
                 raise ValueError(f"{path}: {name} is {value!r}; it must be a {least}")
-        return cls(**{name: known[name](value) for name, value in values.items()}, **shares)
+        return cls(**{name: known[name](value) for name, value in values.items()}, layer_groups=groups, **shares)
+
+
+def _layer_groups(path: Path, value: Any) -> tuple[LayerGroup, ...]:
+    groups = []
+    for pair in value if isinstance(value, list) else [value]:
+        match pair:
+            case [int(block_size), int(window)] if block_size > 0 <= window:
+                groups.append(LayerGroup(block_size, window))
+            case _:
+                raise ValueError(f"{path}: layer_groups is {value!r}; it must be a list of pairs of tokens")
+    return tuple(groups)
 
 
 def _shares(path: Path, name: str, value: object) -> tuple[float, ...]:

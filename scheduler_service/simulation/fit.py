@@ -119,6 +119,8 @@ def _fields(coefficients: dict[str, float], config: SchedulerConfig) -> dict[str
         "context_token_us": coefficients["context_tokens"],
         **dict(zip(SIZES, _sizes(config), strict=True)),
     }
+    if any(group.window for group in config.groups):
+        fields["layer_groups"] = [list(group) for group in config.groups]
     if not config.block_bytes:  # the worker did not report the size of a block in bytes
         fields["block_bytes"] = CostModel().block_bytes
     if swap_us := coefficients["swapped_blocks"]:

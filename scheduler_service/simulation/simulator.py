@@ -20,7 +20,7 @@ from scheduler_service.core import (
     SequenceGroup,
     WaitingQueue,
 )
-from scheduler_service.core.config import default_prefill_chunk
+from scheduler_service.core.config import LayerGroup, default_prefill_chunk, tokens_that_fit
 from scheduler_service.simulation.cost_model import CostModel
 from scheduler_service.simulation.drafts import Drafting
 from scheduler_service.simulation.fairness import ServiceGap
@@ -102,8 +102,11 @@ class Simulator:
         max_prefill_chunk: int = 0,
         slowness: Mapping[int, float] | None = None,
     ) -> None:
-        pool, longest = cost_model.num_device_blocks * cost_model.block_size, longest_sequence(arrivals)
-        num_drafts = len(cost_model.acceptance)
+        num_drafts, longest = len(cost_model.acceptance), longest_sequence(arrivals)
+        groups = cost_model.layer_groups or (LayerGroup(cost_model.block_size),)
+        most = max(cost_model.num_device_blocks * cost_model.block_size, longest + num_drafts)
+        chunk = cost_model.max_num_batched_tokens + num_drafts
+        pool = tokens_that_fit(groups, cost_model.num_device_blocks, chunk, most)
         if num_drafts and num_drafts >= pool:
             raise ValueError(f"a worker's pool has {pool} tokens, which is not more than {num_drafts} drafts")
         pool -= num_drafts
@@ -120,6 +123,8 @@ class Simulator:
             max_num_batched_tokens=cost_model.max_num_batched_tokens,
             max_num_seqs=cost_model.max_num_seqs,
             max_model_len=pool,
+            sliding_window=groups[0].window if len(groups) == 1 else 0,
+            layer_groups=groups if len(groups) > 1 else (),
             num_lookahead_slots=num_drafts,
             preemption_mode=preemption_mode,
             phase_rule=phase_rule,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from scheduler_service.core import FairQueue, PreemptionMode, PriorityQueue, WaitingQueue
+from scheduler_service.core.config import LayerGroup
 from scheduler_service.simulate import parse_arguments
 from scheduler_service.simulation.cost_model import CostModel
 from scheduler_service.simulation.senders import converse, deal
@@ -44,6 +45,18 @@ def test_one_request_takes_what_arithmetic_says() -> None:
     assert request.e2e == pytest.approx(prefill + sum(decodes))
     assert request.tpot == pytest.approx(sum(decodes) / 2)
     assert result.utilisation == pytest.approx(1)
+
+
+def test_requests_whose_layers_have_windows_need_fewer_blocks(tmp_path: Path) -> None:
+    """A sequence of 120 tokens needs 15 blocks of 8 tokens, and of each window's 4 only those with the last tokens."""
+    file, long = tmp_path / "costs.json", [Arrival(0.0, 100, 20), Arrival(0.0, 100, 20)]
+    file.write_text('{"block_size": 8, "layer_groups": [[8, 0], [4, 6]], "num_device_blocks": 50}')
+    windows = replace(CostModel.read(file), max_num_batched_tokens=16, max_num_seqs=8, num_host_blocks=0)
+    assert windows.layer_groups == ((8, 0), (4, 6))
+    wide = replace(windows, layer_groups=((LayerGroup(8), LayerGroup(4))))
+    few, many = (Simulator(long, costs, num_workers=1).run().requests for costs in (windows, wide))
+    assert max(request.queued for request in few) < min(request.e2e for request in few)
+    assert max(request.queued for request in many) >= min(request.e2e for request in many)
 
 
 def test_guesses_save_steps_and_cost_what_tokens_of_a_prompt_cost() -> None:
@@ -170,6 +183,8 @@ def test_a_corrupt_trace_names_its_line(text: str, reason: str, tmp_path: Path) 
         ('{"guesses": [0.5], "acceptance": [2]}', r"acceptance is \[2\]; it must be a list of numbers from 0 to 1"),
         ('{"acceptance": [true]}', r"acceptance is \[True\]"),
         ('{"acceptance": [0.5]}', "guesses and acceptance have different lengths"),
+        ('{"layer_groups": [[0, 1]]}', r"layer_groups is \[\[0, 1\]\]; it must be a list of pairs"),
+        ('{"layer_groups": [16]}', r"layer_groups is \[16\]"),
     ],
 )
 def test_a_cost_model_that_makes_no_sense_says_why(text: str, reason: str, tmp_path: Path) -> None:
