@@ -37,6 +37,23 @@ def _window(folder: Path) -> None:
     MistralForCausalLM(config).save_pretrained(folder)
 
 
+def _windows(folder: Path) -> None:
+    """One layer without a window and two with one, in groups of their own."""
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    write_byte_tokenizer(folder)
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 259, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = Gemma3TextConfig(
+        **sizes, **heads, layer_types=kinds, sliding_window=WINDOW, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        initializer_range=0.2,
+    )  # fmt: skip
+    Gemma3ForCausalLM(config).save_pretrained(folder)
+
+
 @dataclass(frozen=True)
 class Model:
     """The model, and its number of processes, which changes sums."""
@@ -46,6 +63,8 @@ class Model:
     kind: Kind
     dtypes: Sequence[str] = ("float32", "bfloat16")
     num_ranks: int = 1
+    blocks_each: int = 1
+    """Blocks of all groups of layers for a block's tokens, at most."""
 
 
 MODELS = (
@@ -64,8 +83,9 @@ MODELS = (
         Kind(has_forms=False, has_encoder=True, has_vectors=False, has_adapters=False),
         ("float32",),
     ),
+    Model("windows", _windows, Kind(has_adapters=False), blocks_each=3),
 )
-WEIGHTS = (6, 3, 1, 1, 1)
+WEIGHTS = (6, 3, 1, 1, 1, 4)
 """Weights of MODELS in draws."""
 
 
@@ -88,6 +108,8 @@ def flags_of(model: Model, dtype: str) -> tuple[str, ...]:
 def roomy(model: Model, dtype: str, adapters: Path) -> Settings:
     """Nothing is short, shared or drafted."""
     sizes = ("--num-gpu-blocks-override", "1024", "--block-size", "16", "--swap-space", "0")
+    # Alone, all layers keep the whole context.
+    sizes = (*sizes, "--disable-hybrid-kv-cache-manager")
     worker = (*flags_of(model, dtype), *sizes, *(("--max-loras", "4") if model.kind.has_adapters else ()))
     scheduler = ("--no-prefix-caching", *_adapters(model, adapters))
     return Settings(worker, scheduler, 1, guesses=False, has_priorities=False)
@@ -99,7 +121,7 @@ def draw_settings(draw: Random, model: Model, dtype: str, adapters: Path, asked:
     lookahead = draw.choice([1, 3, 8]) if guesses else 0
     block_size = draw.choice([1, 4, 8, 8, 16])
     largest = max(one.num_blocks(block_size, lookahead) for one in asked)
-    num_blocks = int(largest * draw.choice([1.1, 1.3, 2.0])) + 2
+    num_blocks = int(largest * model.blocks_each * draw.choice([1.1, 1.3, 2.0])) + 2
     if model.kind.has_encoder:  # for the longest input that an encoder may have, room is kept
         num_blocks += MAX_ENCODER_TOKENS // block_size + 3
     policy = draw.choice(["fcfs", "priority", "fair"])
