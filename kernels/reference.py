@@ -1,6 +1,7 @@
 """The operations of a decoder layer in eager torch, for every device, and the oracle of the tests. The KV cache is
 `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`, keys before values, so that moving a block is one
-copy. `layer_cache` is the view `cache[:, layer]`. A slot is `block * block_size + offset`."""
+copy. `layer_cache` is the view `cache[:, layer]`. A slot is `block * block_size + offset`. With latent attention
+(DeepSeek-AI, 2024), the third dimension is 1: a head's key is also its value."""
 
 import sys
 from functools import partial
@@ -59,14 +60,15 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 def store_kv(keys: Tensor, values: Tensor, layer_cache: Tensor, slots: Tensor) -> None:
     """Store keys and values in their slots. keys, values: [num_tokens, num_kv_heads, head_dim], any stride between
     tokens. layer_cache: [num_blocks, 2, block_size, num_kv_heads, head_dim], or in 8 bits
-    (`kernels.attention.narrow_cache`; compiled CPU kernels: int8 only). slots: [num_tokens] int64, distinct."""
+    (`kernels.attention.narrow_cache`; compiled CPU kernels: int8 only). slots: [num_tokens] int64, distinct. If the
+    cache stores keys only, `values` must be `keys`."""
     if is_narrow(layer_cache.dtype):
         keys, values = narrowed(keys, layer_cache.dtype), narrowed(values, layer_cache.dtype)
     block_size = layer_cache.shape[2]
     blocks = torch.div(slots, block_size, rounding_mode="floor")
     offsets = slots - blocks * block_size
     layer_cache[blocks, 0, offsets] = keys
-    layer_cache[blocks, 1, offsets] = values
+    layer_cache[blocks, -1, offsets] = values
 
 
 def paged_attention(
@@ -111,7 +113,7 @@ def paged_attention(
         positions = torch.arange(first_block * block_size, context_len, device=query.device)
         keys, values = (
             blocks[:, part].flatten(0, 1)[: len(positions)].transpose(0, 1).repeat_interleave(groups, dim=0)
-            for part in (0, 1)
+            for part in (0, -1)
         )
         if causal:
             distance = torch.arange(computed, context_len, device=query.device)[:, None] - positions

@@ -1,6 +1,7 @@
 """A mixture of experts in eager torch. Batch-invariant, although an expert's rows depend on the batch: a row's product
 is summed in the same order for any number of rows, and outputs are added in the order of the token's experts."""
 
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -24,6 +25,58 @@ class ExpertRows(NamedTuple):
     """[num_tokens, num_chosen] int64: each token's rows, in the order of its experts."""
     ends: Tensor
     """[num_experts] int64: the row after each expert's last."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """DeepSeek's choice of experts (DeepSeek-AI, 2024). Raises ValueError if the groups do not fit the experts."""
+
+    num_experts: int
+    num_chosen: int
+    """Experts for each token."""
+    is_sigmoid: bool
+    """Whether scores are sigmoids of logits, as in V3; otherwise the softmax. A group's score is the sum of its two
+    largest, as in V3; otherwise the largest."""
+    renormalise: bool
+    """Whether weights are divided by their sum."""
+    scale: float
+    """Factor on weights."""
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    """Groups from which a token's experts are chosen."""
+
+    def __post_init__(self) -> None:
+        size, rest = divmod(self.num_experts, self.num_groups)
+        if rest or (self.is_sigmoid and size < 2):
+            least = ", with at least 2 in each group" if self.is_sigmoid else ""
+            raise ValueError(
+                f"n_group is {self.num_groups}; it must divide n_routed_experts, which is {self.num_experts}{least}"
+            )
+        if self.num_chosen_groups > self.num_groups or self.num_chosen > self.num_chosen_groups * size:
+            raise ValueError(
+                f"topk_group is {self.num_chosen_groups}; it must be at most n_group, which is {self.num_groups}, and "
+                f"groups of {size} experts must have num_experts_per_tok, which is {self.num_chosen}"
+            )
+
+
+def choose_by_groups(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+    """The experts with the largest scores in the groups with the largest scores; among equals, the lowest number first.
+
+    logits: [num_tokens, num_experts] float32. bias: [num_experts] float32, added to scores for the choice but not to
+    weights; or None. Returns weights and experts as `choose_experts` does."""
+    scores = logits.sigmoid() if routing.is_sigmoid else logits.softmax(1)
+    ranked = scores if bias is None else scores + bias
+    if routing.num_groups > 1:
+        grouped = ranked.view(-1, routing.num_groups, routing.num_experts // routing.num_groups)
+        best = grouped.sort(dim=2, descending=True).values[:, :, : 2 if routing.is_sigmoid else 1].sum(2)
+        order = best.sort(dim=1, descending=True, stable=True).indices
+        is_out = torch.ones_like(best, dtype=torch.bool).scatter_(1, order[:, : routing.num_chosen_groups], False)
+        ranked = grouped.masked_fill(is_out.unsqueeze(2), -torch.inf).flatten(1)
+    experts = ranked.sort(dim=1, descending=True, stable=True).indices[:, : routing.num_chosen]
+    weights = scores.gather(1, experts)
+    if routing.renormalise:
+        weights = weights / (weights.sum(1, keepdim=True) + 1e-20)  # as in DeepSeek's code: all weights may be 0
+    return weights * routing.scale, experts
 
 
 def choose_experts(logits: Tensor, num_chosen: int, renormalise: bool) -> tuple[Tensor, Tensor]:

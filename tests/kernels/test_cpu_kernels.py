@@ -103,6 +103,31 @@ def test_attention_is_that_of_the_reference(
     close(found, reference_attention(query, cache, metadata, window, soft_cap), dtype)
 
 
+@stored_both_ways
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(16, 1, 576), (3, 1, 22)], ids=str)
+def test_keys_that_are_also_the_values_are_stored_once(
+    kernels: ModuleType, heads: tuple[int, int, int], dtype: torch.dtype, store: Callable[[Tensor], Tensor]
+) -> None:
+    """Latents, as prompts and as decodes, to the bit the same in chunks of any size."""
+    lens = [(1, 17), (40, 600), (1, 1100), (5, 5)]
+    query, both, metadata = attention_case(lens, heads, 16, dtype)
+    latents = both[:, :1]
+    kept = store(torch.zeros_like(latents))
+    kernels.store_kv(*[latents.transpose(1, 2).flatten(0, 1)[:, 0]] * 2, kept, torch.arange(len(latents) * 16))
+    torch.testing.assert_close(kept, store(latents), atol=0, rtol=0, equal_nan=True)
+    meant = narrow_cache.widened(kept, dtype) if kept.dtype is torch.int8 else kept
+    found = kernels.paged_attention(query, kept, metadata, 0.1)
+    expected = kernels.paged_attention(query, meant.expand(-1, 2, -1, -1, -1).contiguous(), metadata, 0.1)
+    assert torch.equal(found, expected)
+    close(found, reference.paged_attention(query.float(), meant.float(), metadata, 0.1), dtype)
+    start, tables = 1, metadata.block_tables[1:2]
+    for stop in (561, 567, 600):
+        chunk = AttentionMetadata.build([stop - 560], [stop], tables, CPU)
+        part = kernels.paged_attention(query[start : start + stop - 560], kept, chunk, 0.1)
+        assert torch.equal(part, found[start : start + stop - 560])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [1, 3, 16, 256])
 def test_blocks_may_have_any_size(kernels: ModuleType, block_size: int, dtype: torch.dtype) -> None:

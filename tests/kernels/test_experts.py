@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.linear.experts import choose_experts, group_rows
+from kernels.linear.experts import Routing, choose_by_groups, choose_experts, group_rows
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ALONE = [range(1), range(17, 18), range(40, 41)]
@@ -37,6 +37,31 @@ def test_of_equal_logits_the_lowest_numbers_are_chosen() -> None:
     logits = torch.tensor([[1.0, 2.0, 1.0, 2.0, 2.0], [0.0] * 5])
     assert choose_experts(logits, 3, True)[1].tolist() == [[1, 3, 4], [0, 1, 2]]
     assert choose_experts(torch.zeros(3, 4096), 5, False)[1].tolist() == [[0, 1, 2, 3, 4]] * 3
+
+
+@pytest.mark.parametrize(("num_groups", "num_chosen_groups"), [(1, 1), (4, 2), (4, 4), (6, 1)])
+@pytest.mark.parametrize("is_sigmoid", [False, True])
+def test_a_token_has_the_experts_of_its_best_groups(
+    is_sigmoid: bool, num_groups: int, num_chosen_groups: int, generator: torch.Generator
+) -> None:
+    """Against one token and one group after the other. The bias, of V3 only, chooses and is in no weight."""
+    routing = Routing(12, 2, is_sigmoid, is_sigmoid, 1.5, num_groups, num_chosen_groups)
+    logits, bias = 2 * torch.randn(41, 12, generator=generator), torch.randn(12, generator=generator) / 4
+    weights, experts = choose_by_groups(logits, bias if is_sigmoid else None, routing)
+    for row, found, chosen in zip(logits.double(), weights, experts, strict=True):
+        scores = row.sigmoid() if is_sigmoid else row.softmax(0)
+        ranked = (scores + bias if is_sigmoid else scores).tolist()
+        size = 12 // num_groups
+        groups = [range(start, start + size) for start in range(0, 12, size)]
+        best = [sum(sorted((ranked[e] for e in group), reverse=True)[: 1 + is_sigmoid]) for group in groups]
+        kept = sorted(range(num_groups), key=lambda group: -best[group])[:num_chosen_groups]
+        expected = sorted((e for group in kept for e in groups[group]), key=lambda expert: -ranked[expert])[:2]
+        assert chosen.tolist() == expected
+        shares = scores[expected]
+        torch.testing.assert_close(found, 1.5 * (shares / shares.sum() if is_sigmoid else shares).float())
+    alone = choose_by_groups(logits[7:8], bias if is_sigmoid else None, routing)
+    assert torch.equal(alone[0], weights[7:8])
+    assert choose_by_groups(torch.zeros(3, 12), None, routing)[1].tolist() == [[0, 1]] * 3
 
 
 def test_rows_of_an_expert_lie_together_in_the_order_of_their_tokens() -> None:

@@ -58,7 +58,8 @@ def load_runner(
     checkpoint.check_none_left({*model.checkpoint_tensors(), *config.tied}, config.ignored_tensors)
     adapters = Adapters(model, room, cuts)
     model.pack(quantization)
-    shape = CacheShape(config.num_layers, LIMITS.block_size, num_kv_heads, config.head_dim, cache_dtype or dtype)
+    sizes = config.num_layers, LIMITS.block_size, num_kv_heads, config.head_dim
+    shape = CacheShape(*sizes, cache_dtype or dtype, kv_parts=config.kv_parts)
     if limits.layer_groups:
         shape = replace(shape, groups=group_layers(config.windows, LIMITS.block_size, limits.max_model_len))
         assert [(group.block_size, group.window) for group in shape.groups] == [*limits.layer_groups]

@@ -19,7 +19,7 @@ def widest(windows: Iterable[int | None]) -> int | None:
 
 class LayerCache(NamedTuple):
     blocks: Tensor
-    """[num_blocks, 2, block_size, num_kv_heads, head_dim]."""
+    """[num_blocks, kv_parts, block_size, num_kv_heads, head_dim]."""
     group: int
     """The layer's group, which has a block table of its own."""
 
@@ -37,7 +37,7 @@ Slots = Tensor | Sequence[Tensor]
 Attention = AttentionMetadata | Sequence[AttentionMetadata]
 """The sequences of a step. With groups: with the block tables of each group."""
 Cache = Tensor | GroupedCache
-"""[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], or layers in groups."""
+"""[num_blocks, num_layers, kv_parts, block_size, num_kv_heads, head_dim], or layers in groups."""
 
 
 def by_layer(slots: Slots, attention: Attention, cache: Cache) -> Iterator[tuple[Tensor, Tensor, AttentionMetadata]]:
@@ -86,6 +86,10 @@ class ModelConfig(Protocol):
 
     @property
     def head_dim(self) -> int: ...
+
+    @property
+    def kv_parts(self) -> int:
+        """2 for keys and values in the KV cache; 1 if a head's key is also its value (latent attention)."""
 
     @property
     def max_model_len(self) -> int: ...

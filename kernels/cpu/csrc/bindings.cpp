@@ -44,9 +44,9 @@ void check_heads(const Tensor& x, const char* name) {
 
 // A layer's KV cache has the element type of `like`, or heads in 8 bits.
 void check_layer_cache(const Tensor& cache, const Tensor& like) {
-  TORCH_CHECK(cache.dim() == 5 && cache.size(1) == 2 && cache.stride(4) == 1 && cache.stride(3) == cache.size(4) &&
-                  cache.stride(2) == cache.size(3) * cache.size(4),
-              "the cache must be [blocks, 2, block_size, num_kv_heads, head_dim] with packed tokens");
+  TORCH_CHECK(cache.dim() == 5 && (cache.size(1) == 2 || cache.size(1) == 1) && cache.stride(4) == 1 &&
+                  cache.stride(3) == cache.size(4) && cache.stride(2) == cache.size(3) * cache.size(4),
+              "the cache must be [blocks, 2 or 1, block_size, num_kv_heads, head_dim] with packed tokens");
   if (cache.scalar_type() == at::kChar) {
     TORCH_CHECK(cache.device().is_cpu() && like.device().is_cpu(), "a cache in 8 bits is for the CPU");
     TORCH_CHECK(cache.size(4) > kScaleBytes, "in a cache in 8 bits each head has a scale");
@@ -63,7 +63,7 @@ template <typename T>
 KvPool<T> pool_of(const Tensor& cache) {
   const bool narrow = cache.scalar_type() == at::kChar;
   return {narrow ? nullptr : cache.data_ptr<T>(), narrow ? cache.data_ptr<int8_t>() : nullptr, cache.stride(0),
-          cache.stride(1)};
+          cache.size(1) == 1 ? 0 : cache.stride(1)};
 }
 
 Tensor normalise(
@@ -327,7 +327,7 @@ Tensor qkv_attention_op(
   check_contiguous(slots, "slots");
   const int64_t tokens = qkv.size(0), num_kv_heads = cache.size(3), head_dim = head_dim_of(cache);
   const int64_t num_heads = qkv.size(1) / head_dim - 2 * num_kv_heads;
-  TORCH_CHECK(qkv.dim() == 2 && qkv.size(1) % head_dim == 0 && num_heads > 0 && num_heads % num_kv_heads == 0,
+  TORCH_CHECK(cache.size(1) == 2 && qkv.dim() == 2 && qkv.size(1) % head_dim == 0 && num_heads > 0 && num_heads % num_kv_heads == 0,
               "qkv and the cache do not fit each other");
   TORCH_CHECK(slots.scalar_type() == at::kLong && slots.numel() == tokens, "slots must be [tokens] int64");
   int64_t pairs = 0;

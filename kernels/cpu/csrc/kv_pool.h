@@ -1,4 +1,4 @@
-// A layer's keys and values: [blocks, 2, block_size, num_kv_heads, head], with any strides of blocks and of keys and
+// A layer's keys and values: [blocks, 2 or 1, block_size, num_kv_heads, head], with any strides of blocks and of keys and
 // values. A head of an 8-bit pool (`narrow`) is int8 values, then their scale.
 #pragma once
 
@@ -15,7 +15,7 @@ template <typename T>
 struct KvPool {
   T* wide;  // either this or `narrow` is set
   int8_t* narrow;
-  int64_t block_stride, part_stride;  // in elements
+  int64_t block_stride, part_stride;  // in elements; part_stride 0: a head's key is also its value
 
   // Offset of a slot's keys.
   int64_t place(int64_t slot, int64_t block_size, int64_t num_kv_heads, int64_t head_dim) const {

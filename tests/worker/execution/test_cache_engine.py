@@ -9,6 +9,12 @@ from worker_service.session.step import BlockMapping, SchedulerOutput
 SHAPE = CacheShape(num_layers=2, block_size=3, num_kv_heads=2, head_dim=4, dtype=torch.float32)
 
 
+def test_keys_that_are_also_the_values_take_half_the_memory() -> None:
+    latents = CacheShape(2, 3, 1, 18, torch.float32, kv_parts=1)
+    assert latents.block_bytes == 2 * 3 * 18 * 4
+    assert latents.allocate(5, torch.device("cpu")).shape == (5, 2, 1, 3, 1, 18)
+
+
 @pytest.fixture
 def engine() -> CacheEngine:
     engine = CacheEngine(SHAPE, 6, 4, torch.device("cpu"))

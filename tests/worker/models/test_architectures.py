@@ -16,7 +16,81 @@ from worker_helpers import new_sequence, tokens
 from worker_service.session.step import BlockMapping, BlockTableUpdate
 
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 14,
+    "num_key_value_heads": 6,
+    "head_dim": 6,
+    "moe_intermediate_size": 36,
+}
+"""DeepSeek's sizes."""
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.2,
+    "original_max_position_embeddings": 32,
+}
 NATIVE: dict[str, dict[str, Any]] = {
+    "deepseek_v2, queries of their own": {
+        "model_type": "deepseek_v2",
+        **LATENT,
+        "q_lora_rank": None,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 5,
+        "num_experts_per_tok": 2,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": YARN,
+    },
+    "deepseek_v2, groups": {
+        "model_type": "deepseek_v2",
+        **LATENT,
+        "q_lora_rank": 20,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 1,
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+    },
+    "deepseek_v3, groups": {
+        "model_type": "deepseek_v3",
+        **LATENT,
+        "q_lora_rank": 20,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 12,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "attention_bias": True,
+        "rope_parameters": YARN,
+    },
+    "deepseek_v3, not interleaved": {
+        "model_type": "deepseek_v3",
+        **LATENT,
+        "q_lora_rank": None,
+        "first_k_dense_replace": 0,
+        "n_routed_experts": 4,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+        "rope_interleave": False,
+    },
+    "glm4_moe_lite, dense layer between": {
+        "model_type": "glm4_moe_lite",
+        **LATENT,
+        "q_lora_rank": 20,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+    },
     "gemma": {"model_type": "gemma"},
     "gemma2": {
         "model_type": "gemma2",

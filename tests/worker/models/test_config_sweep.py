@@ -26,7 +26,7 @@ from worker_service.models.registry import read_config
 from worker_service.read_keys import ReadKeys
 
 CPU = torch.device("cpu")
-UNKNOWN = {"mimo"}
+UNKNOWN = {"kimi_k2", "mimo"}
 """Families that transformers does not know."""
 KNOWN = sorted(FAMILIES.keys() - UNKNOWN)
 SMALL: dict[str, Any] = {
@@ -40,7 +40,9 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 48,
 }
 SMALLER = {"sliding_window": 5, "max_window_layers": 1, "num_experts": 4, "num_local_experts": 4,
-           "num_experts_per_tok": 2, "moe_intermediate_size": 24, "pad_token_id": None}  # fmt: skip
+           "num_experts_per_tok": 2, "moe_intermediate_size": 24, "pad_token_id": None, "kv_lora_rank": 12,
+           "q_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8, "v_head_dim": 14, "n_routed_experts": 4,
+           "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}  # fmt: skip
 """Where a family has these keys, so that its defaults say something in a small network."""
 TOKENS = torch.tensor([(7 * number * number + 3) % 61 for number in range(23)])
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -65,7 +67,8 @@ def keys_of_any() -> dict[str, dataclasses.Field[Any]]:
 
 
 def small(family: str) -> dict[str, Any]:
-    return {"model_type": family} | SMALL | {name: SMALLER[name] for name in SMALLER if name in fields_of(family)}
+    found = {"model_type": family} | SMALL | {name: SMALLER[name] for name in SMALLER if name in fields_of(family)}
+    return found | ({"num_key_value_heads": SMALL["num_attention_heads"]} if "kv_lora_rank" in found else {})
 
 
 @cache
@@ -152,6 +155,9 @@ def theirs_of(json: dict[str, Any]) -> tuple[Any, Tensor] | None:
         for name, parameter in network.named_parameters():
             is_norm = parameter.dim() == 1 and not name.endswith("bias")
             torch.nn.init.normal_(parameter, mean=float(is_norm), std=0.2)
+        for name, buffer in network.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                torch.nn.init.normal_(buffer, std=0.2)
         with torch.inference_mode():
             logits = network(TOKENS[None], use_cache=False).logits[0].float()
     except Exception:  # its checks are its own, and values are drawn by their types alone
@@ -179,7 +185,7 @@ def ours_of(json: dict[str, Any], network: Any) -> Tensor:
         place.copy_(tensors[name])
     model.pack()
     count = len(TOKENS)
-    pool = torch.zeros(3, config.num_layers, 2, 16, config.num_kv_heads, config.head_dim)
+    pool = torch.zeros(3, config.num_layers, config.kv_parts, 16, config.num_kv_heads, config.head_dim)
     metadata = AttentionMetadata.build([count], [count], torch.tensor([[0, 1, 2]], dtype=torch.int32), CPU)
     with torch.inference_mode():
         hidden = model.forward(TOKENS, torch.arange(count), torch.arange(count), metadata, pool)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from stepped_worker import PROMPT, SteppedWorker
+from test_architectures import NATIVE
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from worker_helpers import LIMITS, new_sequence
@@ -26,7 +27,7 @@ from worker_service.settings import WorkerSettings
 
 CPU = torch.device("cpu")
 SCHEMES: tuple[Quantization, ...] = ("none", "fp8", "int8", "w8a8", "int4")
-FAMILIES = [{}, {"model_type": "mixtral"}, {"model_type": "qwen2"}]
+FAMILIES = [{}, {"model_type": "mixtral"}, {"model_type": "qwen2"}, NATIVE["deepseek_v3, groups"]]
 
 
 def load(path: Path, scheme: Quantization, fill: Fill | None = None) -> CausalModel:
@@ -40,14 +41,15 @@ def load(path: Path, scheme: Quantization, fill: Fill | None = None) -> CausalMo
 
 def said_by(model: CausalModel) -> list[int]:
     config = model.config
-    shape = CacheShape(config.num_layers, LIMITS.block_size, config.num_kv_heads, config.head_dim, torch.bfloat16)
+    sizes = config.num_layers, LIMITS.block_size, config.num_kv_heads, config.head_dim
+    shape = CacheShape(*sizes, torch.bfloat16, kv_parts=config.kv_parts)
     worker = SteppedWorker(ModelRunner(model, CacheEngine(shape, LIMITS.num_device_blocks, 0, CPU)))
     first = worker.step((1, len(PROMPT), True), new_sequences=(new_sequence(1, PROMPT, range(16)),))
     return [*first.token_ids, *worker.generate(1, 8)]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("family", FAMILIES, ids=["llama", "mixtral", "qwen2"])
+@pytest.mark.parametrize("family", FAMILIES, ids=["llama", "mixtral", "qwen2", "deepseek_v3"])
 def test_what_is_filled_when_it_is_packed_is_the_same_network(
     family: Mapping[str, object],
     scheme: Quantization,
@@ -79,7 +81,8 @@ def test_what_is_filled_when_it_is_packed_is_the_same_network(
     assert said_by(deferred) == said_by(load(path, scheme))
     num_layers = deferred.config.num_layers
     assert [{name.split(".")[2] for name in names} for names in filled] == [{str(n)} for n in range(num_layers)]
-    assert all(name.endswith("proj.weight") or ".experts." in name for names in filled for name in names)
+    ends = "proj.weight", "proj_with_mqa.weight"
+    assert all(name.endswith(ends) or ".experts." in name for names in filled for name in names)
 
 
 @pytest.mark.parametrize("scheme", ["none", "fp8"])

@@ -1,5 +1,6 @@
 """A native family's config.json reads as transformers reads it, whatever it leaves out and however old it is."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +21,11 @@ SIZES: dict[str, Any] = {
 }
 UNKNOWN = {"mimo": "qwen2"}
 """Families that transformers does not know, each with one that it does, which they are like."""
+LATENTS = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"}
+"""Families with latent attention, whose every key `test_config_sweep` compares."""
 QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3}
 FILES: list[dict[str, Any]] = [
-    *({"model_type": family} for family in FAMILIES if family not in UNKNOWN),
+    *({"model_type": family} for family in FAMILIES if family not in LATENTS | UNKNOWN.keys()),
     {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": None},
     {"model_type": "gemma2", "query_pre_attn_scalar": 100, "attn_logit_softcapping": None, "sliding_window": 9},
     {
@@ -126,6 +129,78 @@ def test_a_file_of_a_family_that_transformers_does_not_know_reads_as_one_that_it
     found, known = (read_config(SIZES | QWEN_WINDOWS | {"model_type": one}) for one in (family, like))
     assert replace(known, layers=found.layers) == found
     assert [layer.window for layer in found.layers] == [layer.window for layer in known.layers]
+
+
+KIMI: dict[str, Any] = SIZES | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "kimi_k2",
+    "aux_loss_alpha": 0.001,
+    "ep_size": 1,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 131072,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 384,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "rope_scaling": {
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "routed_scaling_factor": 2.827,
+    "scoring_func": "sigmoid",
+    "seq_aux": True,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+}
+"""Keys as in the published file of Kimi K2."""
+
+
+def test_kimi_k2_is_deepseek_v3() -> None:
+    """The factor on the softmax's scale is the square of YaRN's, and that on cosines cancels out."""
+    found, known = (read_config(KIMI | {"model_type": family}) for family in ("kimi_k2", "deepseek_v3"))
+    assert isinstance(found, DecoderConfig)
+    assert isinstance(known, DecoderConfig)
+    assert replace(known, layers=found.layers) == found
+    assert found.attention_scale == pytest.approx(192**-0.5 * (0.1 * math.log(32) + 1) ** 2)
+    assert (found.num_kv_heads, found.head_dim, found.kv_parts, found.max_model_len) == (1, 576, 1, 131072)
+    assert found.layers[0].rope is not None
+    assert found.layers[0].rope.scale == 1
+    assert [layer.mixture is None for layer in found.layers] == [True, False, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"num_key_value_heads": 8}, "it says num_key_value_heads = 8, which is not supported"),
+        ({"head_dim": 128}, "it says head_dim = 128, which is not supported"),
+        ({"n_group": 5}, "n_group is 5; it must divide n_routed_experts, which is 384, with at least 2 in each group"),
+        ({"n_group": 4, "topk_group": 5}, "topk_group is 5; it must be at most n_group, which is 4"),
+        ({"n_group": 128, "topk_group": 2}, "groups of 3 experts must have num_experts_per_tok, which is 8"),
+        ({"moe_layer_freq": 2}, "it says moe_layer_freq = 2, which is not supported"),
+        ({"scoring_func": "softmax"}, "it says scoring_func = 'softmax', which is not supported"),
+        ({"topk_method": "greedy"}, "it says topk_method = 'greedy', which is not supported"),
+        ({"qk_rope_head_dim": 5}, "qk_rope_head_dim is 5; it must be even"),
+        ({"n_shared_experts": 0}, "n_shared_experts is 0; it must be a whole number from 1"),
+        ({"index_topk": 2048}, "it says index_topk = 2048, which is not supported"),
+        (
+            {"rope_scaling": {"type": "yarn", "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}},
+            "mscale_all_dim is in the rotary parameters without factor, which it needs",
+        ),
+        (
+            {"model_type": "deepseek_v2", "architectures": None},
+            "topk_method is 'noaux_tc'; it must be greedy or group_limi",
+        ),
+    ],
+)
+def test_what_a_network_with_latents_does_not_support_is_named(change: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        read_config(KIMI | change)
 
 
 @pytest.mark.parametrize("name", SIZES)

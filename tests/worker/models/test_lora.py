@@ -49,7 +49,9 @@ class PeftOracle(Oracle):
 
 FAMILIES = {name: NATIVE[name] for name in ("gemma", "gemma3_text", "mistral", "qwen2", "qwen3", "smollm3", "phi3")}
 FAMILIES |= {"llama": {"model_type": "llama"}}
-FAMILIES |= {name: NATIVE[name] for name in ("mixtral, windows", "qwen3_moe, dense layers between")}
+FAMILIES |= {
+    name: NATIVE[name] for name in ("mixtral, windows", "qwen3_moe, dense layers between", "deepseek_v3, groups")
+}
 MIXTURES = ("mixtral", "qwen3_moe")
 """Natively their experts take no adapters; PEFT's "all-linear" would change them too."""
 FAMILIES |= {name: BORROWED[name] for name in ("olmo2", "granite", "gpt_neox", "qwen2_moe")}
@@ -67,6 +69,9 @@ def test_sequences_of_several_adapters_say_what_pefts_models_say(
     every: Any = "all-linear"
     if family["model_type"] in MIXTURES:
         every, targets = ["q_proj", "k_proj", "v_proj", "o_proj"], ["q_proj", "v_proj"]
+    if family["model_type"] == "deepseek_v3":
+        every = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
+        targets = ["q_b_proj", "kv_a_proj_with_mqa"]
     paths = [
         save_adapter(tmp_path / "all", base, 1, target_modules=every),
         save_adapter(tmp_path / "some", base, 2, r=7, use_rslora=True, target_modules=targets),

@@ -20,7 +20,7 @@ from worker_service.session.session import Session
 from worker_service.session.step import SchedulerOutput
 from worker_service.settings import WorkerSettings
 
-FAMILIES = ["mixtral, windows", "qwen3_moe, not renormalised", "qwen3_moe, dense layers between"]
+FAMILIES = ["mixtral, windows", "qwen3_moe, not renormalised", "qwen3_moe, dense layers between", "deepseek_v3, groups"]
 TYPES: list[tuple[torch.dtype, Quantization]] = [
     (torch.float32, "none"),
     (torch.bfloat16, "none"),

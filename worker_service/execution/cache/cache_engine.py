@@ -30,11 +30,13 @@ class CacheShape:
     dtype: torch.dtype
     groups: tuple[LayerGroup, ...] = ()
     """The groups of layers, if there are several."""
+    kv_parts: int = 2
+    """1 if a head's key is also its value (see `kernels.reference`)."""
 
     @property
     def _token_elements(self) -> int:
         """Elements of one token's keys and values in one layer."""
-        return 2 * self.num_kv_heads * stored_size(self.head_dim, self.dtype)
+        return self.kv_parts * self.num_kv_heads * stored_size(self.head_dim, self.dtype)
 
     @property
     def _size(self) -> int:
@@ -51,12 +53,12 @@ class CacheShape:
         return math.lcm(*(group.block_size for group in self.groups)) if self.groups else self.block_size
 
     def allocate(self, num_blocks: int, device: torch.device, pinned: bool = False) -> Tensor:
-        """A pool of uninitialised blocks, [num_blocks, num_layers, 2, block_size, num_kv_heads, elements of a head]
-        or, with groups, [num_blocks, elements of a block]."""
+        """A pool of uninitialised blocks, [num_blocks, num_layers, kv_parts, block_size, num_kv_heads, elements of a
+        head] or, with groups, [num_blocks, elements of a block]."""
         shape: tuple[int, ...] = (num_blocks, self._size * self._token_elements)
         if not self.groups:
             head = stored_size(self.head_dim, self.dtype)
-            shape = (num_blocks, self.num_layers, 2, self.block_size, self.num_kv_heads, head)
+            shape = (num_blocks, self.num_layers, self.kv_parts, self.block_size, self.num_kv_heads, head)
         return torch.empty(shape, dtype=self.dtype, device=device, pin_memory=pinned)
 
     def view(self, blocks: Tensor) -> Tensor | GroupedCache:
@@ -68,7 +70,7 @@ class CacheShape:
             of_layer = group.block_size * self._token_elements
             for place, layer in enumerate(group.layers):
                 part = blocks[:, place * of_layer : (place + 1) * of_layer]
-                shape = (2, group.block_size, self.num_kv_heads, stored_size(self.head_dim, self.dtype))
+                shape = (self.kv_parts, group.block_size, self.num_kv_heads, stored_size(self.head_dim, self.dtype))
                 layers[layer] = LayerCache(part.unflatten(1, shape), number)  # type: ignore[no-untyped-call]
         return GroupedCache([layers[layer] for layer in sorted(layers)], [group.block_size for group in self.groups])
 

@@ -30,6 +30,7 @@ from worker_service.loading.tokenizer_files import check_tokenizer, find_tokeniz
 from worker_service.models.causal_model import Fill, Loadable
 from worker_service.models.decoders.decoder_config import DecoderConfig
 from worker_service.models.decoders.shard import part_of
+from worker_service.models.layers.latent_up import WithoutLatentUp
 from worker_service.models.layers.linear import NONE_QUANTIZED, Quantization, Quantized, can_pack, head_quantization
 from worker_service.models.registry import AnyConfig, build_encoder, build_encoder_decoder, build_model, read_config
 from worker_service.parallel.cut import Cut
@@ -92,6 +93,7 @@ class Network:
                 num_kv_heads,
                 config.head_dim,
                 _CACHE_TYPES.get(settings.kv_cache_dtype, dtype),
+                kv_parts=config.kv_parts,
             ),
             cuts,
             device,
@@ -244,7 +246,7 @@ class Network:
 
     def _quantized(self) -> Quantized:
         if self._packs_stored and self.checkpoint.packed is not None:
-            return self.checkpoint.packed
+            return WithoutLatentUp(self.checkpoint.packed)
         return self._gguf_blocks if self.quantization == "gguf" else NONE_QUANTIZED
 
     @cached_property
@@ -275,6 +277,13 @@ class Network:
             raise StartError("--batch-invariant is for weights and caches of --dtype, where a GPU computes")
 
     def _check_cache(self) -> None:
+        if self.shape.kv_parts == 1 and self.device.type != "cpu":
+            raise StartError(f"{self.model_id} has latent attention, which runs on CPUs only: set --device cpu")
+        if self.shape.kv_parts == 1 and is_narrow(self.shape.dtype):
+            raise StartError(
+                f"--kv-cache-dtype: {self.model_id} has latent attention; in 8 bits its latents would share a scale "
+                "with the rotated elements, which may be much larger"
+            )
         if self.shape.dtype is FLOAT8 and not self._has_float8:
             raise StartError(
                 "--kv-cache-dtype fp8 is for GPUs of compute capability 8.9 or later; int8 is for all devices"

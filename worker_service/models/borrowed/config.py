@@ -25,6 +25,7 @@ class TransformersConfig:
     max_model_len: int
     own_tensors: frozenset[str] = frozenset()
     """Tied tensors with separate values in the checkpoint."""
+    kv_parts = 2
 
     @classmethod
     def from_json(cls, json: Mapping[str, Any]) -> "TransformersConfig":

@@ -19,7 +19,8 @@ BOOKKEEPING = frozenset({
 """Origin of the file, and the program that wrote it. Files with `_sliding_window_pattern` also have `layer_types`."""
 
 EXECUTION = frozenset({
-    "attn_implementation", "cache_implementation", "chunk_size_feed_forward", "dtype", "experts_implementation",
+    "attn_implementation", "cache_implementation", "chunk_size_feed_forward", "dtype", "ep_size",
+    "experts_implementation",
     "fusion_config", "inference_runner", "kernel_config", "pad_key_length", "pre_allocate_kv_cache", "pretraining_tp",
     "reference_compile", "repad_logits_with_grad", "return_dict", "tf_legacy_loss", "torch_dtype", "torchscript",
     "transformers_weights", "use_bfloat16", "use_cache", "use_parallel_embedding", "validate_runner_input",
@@ -33,7 +34,7 @@ TRAINING = frozenset({
     "activation_dropout", "attention_dropout", "attention_probs_dropout_prob", "aux_loss_alpha", "classif_dropout",
     "embd_pdrop", "embedding_dropout", "gradient_checkpointing", "hidden_dropout", "hidden_dropout_prob",
     "initializer_factor", "initializer_range", "layerdrop", "output_router_logits", "replacing_rate", "resid_pdrop",
-    "router_aux_loss_coef", "router_jitter_noise", "save_step",
+    "router_aux_loss_coef", "router_jitter_noise", "save_step", "seq_aux",
 })  # fmt: skip
 """Settings for training only."""
 

@@ -191,8 +191,10 @@ def _scaled(kind: str, said: Mapping[str, Any], json: ReadKeys, head_dim: int) -
 
     from worker_service.models.config.transformers_json import parse
 
-    # "llama" for all families: frequencies depend on the head size only. All values passed have been checked.
-    sizes = {name: json.integer(name) for name in ("hidden_size", "num_attention_heads", "max_position_embeddings")}
+    # "llama" for all families: frequencies depend on the head size only, and one head always fits the hidden size. All
+    # values passed have been checked.
+    length = json.integer("max_position_embeddings")
+    sizes = {"hidden_size": head_dim, "num_attention_heads": 1, "max_position_embeddings": length}
     rope = {**said, "rope_type": kind}
     if kind == "yarn":
         rope.setdefault("factor", None)  # transformers computes a missing factor

@@ -1,8 +1,7 @@
 """The native decoder: Llama's network, with the variants of `DecoderConfig`.
 
-Each half of a layer (attention, then an MLP) reads the normalised residual stream and adds to it. Query, key and value
-are one product, and so are gate and up. A rank holds a `Shard`; halves and embeddings are summed over the ranks, and
-each rank computes the logits of its own tokens.
+Each half of a layer (attention, then an MLP) reads the normalised residual stream and adds to it. A rank holds a
+`Shard`; halves and embeddings are summed over the ranks, and each rank computes the logits of its own tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +16,9 @@ from kernels.float8 import Float8Weight
 from kernels.inputs import AttentionMetadata, rotary_tables
 from kernels.ops import Ops
 from worker_service.models.causal_model import AdapterPlace, Attention, Cache, Fill, Slots, by_layer
+from worker_service.models.decoders.attention import AttentionHalf, LatentAttention, QkvAttention
 from worker_service.models.decoders.decoder_config import DecoderConfig, LayerConfig
-from worker_service.models.decoders.mlp import DenseMlp, MixtureMlp, Mlp, Projection
+from worker_service.models.decoders.mlp import SHARED_EXPERTS, DenseMlp, MixtureMlp, Mlp, Projection
 from worker_service.models.decoders.shard import Shard
 from worker_service.models.layers.linear import NONE_QUANTIZED, Linear, Quantization, Quantized, head_quantization
 from worker_service.parallel.ranks import ALONE, Ranks
@@ -68,55 +68,40 @@ class DecoderLayer:
         deferred: bool = False,
     ) -> None:
         self._config = config
-        self._window = layer.window
         self._ops = ops
         self._ranks = ranks
-        self._heads = [len(heads) * config.head_dim for heads in (shard.heads, shard.kv_heads, shard.kv_heads)]
         hidden = config.hidden_size
         self._attention_norm = torch.empty(hidden, dtype=dtype, device=device)
         self._mlp_norm = torch.empty(hidden, dtype=dtype, device=device)
         self._attention_post_norm, self._mlp_post_norm = (
             torch.empty(hidden, dtype=dtype, device=device) if config.post_norms else None for _ in range(2)
         )
-        self._qk_norms: tuple[Tensor, Tensor] | None = None
-        if config.qk_norm:
-            query_norm, key_norm = torch.empty(2, config.head_dim, dtype=dtype, device=device)
-            self._qk_norms = query_norm, key_norm
-        allocate = partial(Linear.allocate, dtype=dtype, device=device, deferred=deferred, ops=ops)
-        self._qkv = allocate(sum(self._heads), hidden, config.qkv_bias)
-        wide, adds_bias = self._ops.WIDE_PRODUCTS, ranks.rank == 0
-        self._out = allocate(hidden, self._heads[0], config.out_bias, wide=wide, adds_bias=adds_bias)
+        attention = partial(QkvAttention, window=layer.window) if config.latent is None else LatentAttention
+        self._attention: AttentionHalf = attention(config, dtype, device, ranks, shard, ops, deferred=deferred)
+        dense = partial(
+            DenseMlp, config, dtype=dtype, device=device, adds_bias=ranks.rank == 0, deferred=deferred, ops=ops
+        )
         self._mlp: Mlp
-        if layer.mixture is None:
-            inner = len(shard.inner)
-            self._mlp = DenseMlp(config, inner, dtype, device, adds_bias=adds_bias, deferred=deferred, ops=ops)
+        if (mixture := layer.mixture) is None:
+            self._mlp = dense(len(shard.inner))
         else:
             inner = len(shard.expert_inner)
-            self._mlp = MixtureMlp(config, layer.mixture, inner, dtype, device, deferred=deferred, ops=ops)
+            shared = dense(len(shard.shared_inner), name=SHARED_EXPERTS) if mixture.shared_size else None
+            self._mlp = MixtureMlp(config, mixture, inner, dtype, device, deferred=deferred, ops=ops, shared=shared)
 
     @property
     def projections(self) -> list[Projection]:
         """All linear layers."""
-        return self._attention_projections + self._mlp.projections
+        return self._attention.projections + self._mlp.projections
 
     @property
     def adapted(self) -> list[Projection]:
         """The linear layers that can have adapters."""
-        return self._attention_projections + self._mlp.adapted
-
-    @property
-    def _attention_projections(self) -> list[Projection]:
-        config = self._config
-        query, key, value = self._heads
-        if config.fused_checkpoint:
-            qkv = {"self_attn.qkv_proj": query + key + value}
-        else:
-            qkv = {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": value}
-        return [(self._qkv, qkv), (self._out, {"self_attn.o_proj": config.hidden_size})]
+        return self._attention.adapted + self._mlp.adapted
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """See `Loadable.checkpoint_tensors`. Names are without the layer's prefix."""
-        tensors = {"input_layernorm.weight": self._attention_norm}
+        tensors = {"input_layernorm.weight": self._attention_norm, **self._attention.vectors, **self._mlp.vectors}
         for linear, names in self.projections:
             tensors |= linear.parts(names)
         if self._attention_post_norm is not None and self._mlp_post_norm is not None:
@@ -127,8 +112,6 @@ class DecoderLayer:
             }
         else:
             tensors["post_attention_layernorm.weight"] = self._mlp_norm
-        if self._qk_norms is not None:
-            tensors |= dict(zip(("self_attn.q_norm.weight", "self_attn.k_norm.weight"), self._qk_norms, strict=True))
         return tensors
 
     def forward(
@@ -150,20 +133,7 @@ class DecoderLayer:
             x = ops.rms_norm(residual, self._attention_norm, eps, offset)
         else:
             x = ops.add_rms_norm(delta, residual, self._attention_norm, eps, offset)
-        attended = ops.qkv_attention(
-            self._qkv(x, adapter_slots),
-            self._qk_norms,
-            eps,
-            offset,
-            rotation,
-            layer_cache,
-            slots,
-            attention,
-            config.attention_scale,
-            self._window,
-            config.attention_soft_cap,
-        )
-        delta = self._ranks.all_reduce(self._out(attended, adapter_slots))
+        delta = self._ranks.all_reduce(self._attention(x, rotation, layer_cache, slots, attention, adapter_slots))
         if self._attention_post_norm is not None:
             delta = ops.rms_norm(delta, self._attention_post_norm, eps, offset, torch.float32)
         x = ops.add_rms_norm(delta, residual, self._mlp_norm, eps, offset)

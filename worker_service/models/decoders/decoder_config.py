@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from kernels.linear.experts import Routing
 from worker_service.models.causal_model import widest
 from worker_service.models.config.rope import Rope
 
@@ -31,10 +32,47 @@ class Mixture:
     renormalise: bool
     """Whether the router's weights for a token's experts are divided by their sum."""
     names: MixtureNames
+    routing: Routing | None = None
+    """DeepSeek's choice of experts, by groups; None: the experts with the largest logits."""
+    shared_size: int = 0
+    """Inner units of the shared experts, which all tokens use, together; 0 without shared experts."""
 
     def __post_init__(self) -> None:
         if self.num_chosen > self.num_experts:
             raise ValueError(f"num_experts_per_tok is {self.num_chosen}, and there are {self.num_experts} experts")
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-AI, 2024). A token has one vector for all heads, the latent, from which
+    each head's key and value are computed; the rotated elements of the key are beside it. Raises ValueError."""
+
+    rank: int
+    """Elements of the latent (kv_lora_rank)."""
+    query_rank: int | None
+    """Elements of a query's own latent (q_lora_rank), or None."""
+    plain_dim: int
+    """Elements of a head's query that are not rotated (qk_nope_head_dim)."""
+    rotary_dim: int
+    """Elements of a head's query that are rotated (qk_rope_head_dim)."""
+    value_dim: int
+    """Elements of a head's value (v_head_dim)."""
+    interleaved: bool
+    """Whether rotated pairs are neighbours, and not in the two halves."""
+
+    def __post_init__(self) -> None:
+        if self.rotary_dim % 2:
+            raise ValueError(f"qk_rope_head_dim is {self.rotary_dim}; it must be even")
+
+    @property
+    def query_dim(self) -> int:
+        """Elements of a head's query."""
+        return self.plain_dim + self.rotary_dim
+
+    @property
+    def key_dim(self) -> int:
+        """Elements that the KV cache stores for a token and layer."""
+        return self.rank + self.rotary_dim
 
 
 @dataclass(frozen=True)
@@ -79,6 +117,9 @@ class DecoderConfig:
     logit_soft_cap: float | None = None
     fused_checkpoint: bool = False
     """Whether query, key and value are one tensor in the checkpoint, and gate and up another."""
+    latent: Latent | None = None
+    """None without latent attention. Otherwise num_kv_heads is 1 and head_dim is `latent.key_dim`."""
+    ignored_tensors: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         turning = [2 * len(layer.rope.inverse_frequencies) for layer in self.layers if layer.rope is not None]
@@ -86,7 +127,7 @@ class DecoderConfig:
             raise ValueError(
                 f"rotary embeddings would rotate {max(turning)} elements of each head, and head_dim is {self.head_dim}"
             )
-        if self.head_dim % 2:
+        if self.latent is None and self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; it must be even")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
@@ -94,11 +135,18 @@ class DecoderConfig:
                 "divide it"
             )
 
-    ignored_tensors = ()
-
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def kv_parts(self) -> int:
+        return 2 if self.latent is None else 1
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of a head's output."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
 
     @property
     def tied(self) -> Mapping[str, str]:

@@ -5,13 +5,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from worker_service.models.config.config_keys import check_all_read, check_generates
-from worker_service.models.config.config_limits import MAX_LAYERS, SIZES
+from worker_service.models.config.config_limits import MAX_LAYERS
 from worker_service.models.config.rope import Rope, read_rope, read_theta, rope_of
-from worker_service.models.decoders.decoder_config import DecoderConfig, LayerConfig, Mixture, MixtureNames
-from worker_service.read_keys import REFUSED, ReadKeys
+from worker_service.models.decoders.decoder_config import DecoderConfig, Mixture, MixtureNames
+from worker_service.models.decoders.deepseek import read_deepseek_v2, read_deepseek_v3, read_glm4_moe_lite
+from worker_service.models.decoders.family_keys import (
+    ACTIVATIONS,
+    head_dim_of,
+    num_layers_of,
+    read_layers,
+    read_size,
+)
+from worker_service.read_keys import ReadKeys
 
-_OTHER_LENGTHS = ("max_seq_len", "max_seq_length", "max_sequence_length", "seq_len", "seq_length")
-_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 _KINDS = ("full_attention", "sliding_attention")
 
 
@@ -20,29 +26,31 @@ def _llama(json: ReadKeys) -> DecoderConfig:
     if json.plain.get("hidden_act", "silu") == "silu":
         json.neutral(activation="swiglu")  # Falcon 3 has both keys
     attention_bias = json.boolean("attention_bias", False)
-    return _read(json, qkv_bias=attention_bias, out_bias=attention_bias, mlp_bias=json.boolean("mlp_bias", False))
+    return read_layers(json, qkv_bias=attention_bias, out_bias=attention_bias, mlp_bias=json.boolean("mlp_bias", False))
 
 
 def _mistral(json: ReadKeys) -> DecoderConfig:
     """Llama with a window in every layer. (Jiang et al., 2023.)"""
-    return _read(json, num_kv_heads=8, windows=[json.integer("sliding_window", 4096, null=None)] * _num_layers(json))
+    return read_layers(
+        json, num_kv_heads=8, windows=[json.integer("sliding_window", 4096, null=None)] * num_layers_of(json)
+    )
 
 
 def _mixtral(json: ReadKeys) -> DecoderConfig:
     """Mistral with a mixture of experts in every layer. (Jiang et al., 2024.)"""
-    num_layers = _num_layers(json)
+    num_layers = num_layers_of(json)
     mixture = Mixture(
         num_experts=_num_experts(json, 8),
-        num_chosen=_size(json, "num_experts_per_tok", 2),
-        intermediate_size=_size(json, "intermediate_size"),
+        num_chosen=read_size(json, "num_experts_per_tok", 2),
+        intermediate_size=read_size(json, "intermediate_size"),
         renormalise=True,
         names=MixtureNames("block_sparse_moe.gate", "block_sparse_moe.experts", gate="w1", up="w3", down="w2"),
     )
-    return _read(
+    return read_layers(
         json,
         num_kv_heads=8,
         eps=1e-5,
-        ropes=[read_rope(json, _head_dim(json), 1_000_000.0)] * num_layers,
+        ropes=[read_rope(json, head_dim_of(json), 1_000_000.0)] * num_layers,
         windows=[json.integer("sliding_window", None, null=None)] * num_layers,
         mixtures=[mixture] * num_layers,
     )
@@ -51,7 +59,7 @@ def _mixtral(json: ReadKeys) -> DecoderConfig:
 def _qwen2(json: ReadKeys) -> DecoderConfig:
     """Llama with query, key and value biases, and optional windows in late layers. (Yang et al., 2024.)"""
     json.neutral(attention_bias=True)
-    return _read(json, qkv_bias=True, num_kv_heads=32, windows=_qwen_windows(json))
+    return read_layers(json, qkv_bias=True, num_kv_heads=32, windows=_qwen_windows(json))
 
 
 def _mimo(json: ReadKeys) -> DecoderConfig:
@@ -63,7 +71,7 @@ def _mimo(json: ReadKeys) -> DecoderConfig:
 def _qwen3(json: ReadKeys) -> DecoderConfig:
     """Qwen2 with normalised queries and keys, without biases. (Yang et al., 2025.)"""
     attention_bias = json.boolean("attention_bias", False)
-    return _read(
+    return read_layers(
         json,
         qk_norm=True,
         num_kv_heads=32,
@@ -77,11 +85,11 @@ def _qwen3(json: ReadKeys) -> DecoderConfig:
 def _qwen3_moe(json: ReadKeys) -> DecoderConfig:
     """Qwen3 with experts in all or most layers, and an optional window in all. (Yang et al., 2025.)"""
     json.neutral(use_qk_norm=True)
-    num_layers, interval = _num_layers(json), json.integer("decoder_sparse_step", 1)
+    num_layers, interval = num_layers_of(json), json.integer("decoder_sparse_step", 1)
     mixture = Mixture(
         num_experts=_num_experts(json, 128),
-        num_chosen=_size(json, "num_experts_per_tok", 8),
-        intermediate_size=_size(json, "moe_intermediate_size", 768),
+        num_chosen=read_size(json, "num_experts_per_tok", 8),
+        intermediate_size=read_size(json, "moe_intermediate_size", 768),
         renormalise=json.boolean("norm_topk_prob", False),
         names=MixtureNames("mlp.gate", "mlp.experts", gate="gate_proj", up="up_proj", down="down_proj"),
     )
@@ -91,7 +99,7 @@ def _qwen3_moe(json: ReadKeys) -> DecoderConfig:
     if window is None:
         json.without_effect("max_window_layers")
     attention_bias = json.boolean("attention_bias", False)
-    return _read(
+    return read_layers(
         json,
         qk_norm=True,
         num_kv_heads=4,
@@ -104,15 +112,15 @@ def _qwen3_moe(json: ReadKeys) -> DecoderConfig:
 
 def _smollm3(json: ReadKeys) -> DecoderConfig:
     """Llama, with no rotary embeddings in every fourth layer. (Bakouch et al., 2025.)"""
-    num_layers = _num_layers(json)
+    num_layers = num_layers_of(json)
     interval = json.integer("no_rope_layer_interval", 4)
     rotated = json.integers("no_rope_layers", num_layers, least=0, most=1)
     if rotated is None:
         rotated = [int((number + 1) % interval != 0) for number in range(num_layers)]
-    rope = read_rope(json, _head_dim(json), 2_000_000.0)
+    rope = read_rope(json, head_dim_of(json), 2_000_000.0)
     window = _window(json, None)
     attention_bias = json.boolean("attention_bias", False)
-    return _read(
+    return read_layers(
         json,
         num_kv_heads=4,
         qkv_bias=attention_bias,
@@ -126,9 +134,9 @@ def _smollm3(json: ReadKeys) -> DecoderConfig:
 
 def _phi3(json: ReadKeys) -> DecoderConfig:
     """Llama with fused projections; some models rotate a part of each head only. (Abdin et al., 2024.)"""
-    num_layers = _num_layers(json)
-    rope = read_rope(json, _head_dim(json), parts_of_heads=True, original=4096)
-    return _read(
+    num_layers = num_layers_of(json)
+    rope = read_rope(json, head_dim_of(json), parts_of_heads=True, original=4096)
+    return read_layers(
         json,
         fused_checkpoint=True,
         eps=1e-5,
@@ -144,7 +152,7 @@ def _gemma(json: ReadKeys) -> DecoderConfig:
 
 def _gemma2(json: ReadKeys) -> DecoderConfig:
     """Gemma with post-norms, soft caps, and a window in every second layer. (Gemma Team, 2024.)"""
-    slides = [number % 2 == 0 for number in range(_num_layers(json))]
+    slides = [number % 2 == 0 for number in range(num_layers_of(json))]
     window = json.integer("sliding_window", 4096, null=None)
     json.neutral(sliding_window_size=window)  # Gemma 2's first files have both keys
     return _read_gemma(
@@ -161,7 +169,7 @@ def _gemma2(json: ReadKeys) -> DecoderConfig:
 def _gemma3(json: ReadKeys) -> DecoderConfig:
     """Gemma 2 with normalised queries and keys in place of soft caps, and a smaller `rope_theta` in layers with a
     window. (Gemma Team, 2025.)"""
-    num_layers, pattern = _num_layers(json), json.integer("sliding_window_pattern", 6)
+    num_layers, pattern = num_layers_of(json), json.integer("sliding_window_pattern", 6)
     window = json.integer("sliding_window", 4096, null=None)
     windows = _windows(json, window, [(number + 1) % pattern != 0 for number in range(num_layers)])
     near = _gemma3_rope(json, "sliding_attention", "rope_local_base_freq", 10_000.0)
@@ -179,9 +187,13 @@ def _gemma3(json: ReadKeys) -> DecoderConfig:
 
 
 FAMILIES: dict[str, Callable[[ReadKeys], DecoderConfig]] = {
+    "deepseek_v2": read_deepseek_v2,
+    "deepseek_v3": read_deepseek_v3,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
+    "glm4_moe_lite": read_glm4_moe_lite,
+    "kimi_k2": read_deepseek_v3,
     "llama": _llama,
     "mimo": _mimo,
     "mistral": _mistral,
@@ -199,62 +211,18 @@ def read_decoder(json: Mapping[str, Any]) -> DecoderConfig:
     """Raises a ValueError that names an unsupported key or value."""
     keys = ReadKeys(json)
     family = keys.choice("model_type", FAMILIES)
-    check_generates(json)
+    check_generates(json, *_NETWORKS.get(family, ()))
     config = FAMILIES[family](keys)
     keys.without_effect("architectures")
     check_all_read(keys, family)
     return config
 
 
+_NETWORKS = {"kimi_k2": ("DeepseekV3ForCausalLM",)}
+"""Class names of families whose network is another family's."""
+
 WITH_MTP = ("mimo",)
 """Families with a layer for multi-token prediction in the checkpoint (see `mtp`)."""
-
-
-def _read(
-    json: ReadKeys,
-    *,
-    num_kv_heads: int | None = None,
-    head_dim: int | None = None,
-    eps: float = 1e-6,
-    tied_embeddings: bool = False,
-    activation: str | None = None,
-    ropes: Sequence[Rope | None] | None = None,
-    windows: Sequence[int | None] | None = None,
-    mixtures: Sequence[Mixture | None] | None = None,
-    attention_scale: float | None = None,
-    **options: Any,
-) -> DecoderConfig:
-    """Read the keys of all families. num_kv_heads, head_dim, eps, tied_embeddings: the family's defaults."""
-    if activation is None:
-        activation = json.choice("hidden_act", _ACTIVATIONS, "silu")
-    num_heads, num_layers = _size(json, "num_attention_heads"), _num_layers(json)
-    head_dim = _head_dim(json, head_dim)
-    if ropes is None:
-        ropes = [read_rope(json, head_dim)] * num_layers
-    window_kinds = ["full_attention" if window is None else "sliding_attention" for window in windows or ()]
-    json.neutral(layer_types=window_kinds or ["full_attention"] * num_layers)
-    if not any(windows or ()) and json.plain.get("use_sliding_window") is False:
-        json.without_effect("use_sliding_window", "sliding_window", "max_window_layers")
-    return DecoderConfig(
-        vocabulary_size=_size(json, "vocab_size"),
-        hidden_size=_size(json, "hidden_size"),
-        intermediate_size=_size(json, "intermediate_size"),
-        num_heads=num_heads,
-        num_kv_heads=_size(json, "num_key_value_heads", num_kv_heads or num_heads, null=num_heads),
-        head_dim=head_dim,
-        max_model_len=_max_model_len(json, ropes),
-        rms_norm_eps=float(json.number("rms_norm_eps", eps)),
-        activation=_ACTIVATIONS[activation],
-        layers=tuple(
-            LayerConfig(rope, window, mixture)
-            for rope, window, mixture in zip(
-                ropes, windows or [None] * num_layers, mixtures or [None] * num_layers, strict=True
-            )
-        ),
-        tied_embeddings=json.boolean("tie_word_embeddings", tied_embeddings),
-        attention_scale=head_dim**-0.5 if attention_scale is None else attention_scale,
-        **options,
-    )
 
 
 def _read_gemma(json: ReadKeys, act_name: str = "hidden_activation", **options: Any) -> DecoderConfig:
@@ -262,18 +230,18 @@ def _read_gemma(json: ReadKeys, act_name: str = "hidden_activation", **options: 
     differ."""
     if json.boolean("use_bidirectional_attention", False, null=False):
         raise ValueError("use_bidirectional_attention is True, and attention to later tokens is not supported")
-    activation = json.choice(act_name, _ACTIVATIONS, "gelu_pytorch_tanh", null="gelu_pytorch_tanh")
+    activation = json.choice(act_name, ACTIVATIONS, "gelu_pytorch_tanh", null="gelu_pytorch_tanh")
     if act_name == "hidden_act" and activation == "gelu":
         activation = "gelu_pytorch_tanh"  # Gemma's first files mean the tanh variant
     json.neutral(hidden_act=activation, hidden_activation=activation)
     attention_bias = json.boolean("attention_bias", False)
-    return _read(
+    return read_layers(
         json,
         head_dim=256,
         tied_embeddings=True,
         activation=activation,
         norm_offset=1.0,
-        embedding_scale=float(_size(json, "hidden_size")) ** 0.5,
+        embedding_scale=float(read_size(json, "hidden_size")) ** 0.5,
         qkv_bias=attention_bias,
         out_bias=attention_bias,
         **options,
@@ -288,41 +256,15 @@ def _gemma3_rope(json: ReadKeys, kind: str, theta_name: str, theta: float) -> Ro
         raise ValueError("rope_parameters and rope_scaling are both there")
     parameters = newer if newer.plain else older
     theta = read_theta(parameters, json, theta_name, theta)
-    return rope_of(parameters, json, _head_dim(json, 256), theta, is_scaled_length=True)
-
-
-def _max_model_len(json: ReadKeys, ropes: Sequence[Rope | None]) -> int:
-    """The least of config.json's maximum and those of the rotary embeddings."""
-    length = _size(json, "max_position_embeddings")
-    lengths = [length if rope is None else rope.max_positions or length for rope in ropes]
-    others = [other for name in _OTHER_LENGTHS if (other := json.integer(name, None, null=None)) is not None]
-    return min([*lengths, *others])
-
-
-def _size(json: ReadKeys, name: str, default: int = REFUSED, *, null: int = REFUSED) -> int:
-    """Read a size from 1 to its maximum in `SIZES`."""
-    return json.integer(name, default, null=null, most=SIZES[name][1])
-
-
-def _num_layers(json: ReadKeys) -> int:
-    return _size(json, "num_hidden_layers")
+    return rope_of(parameters, json, head_dim_of(json, 256), theta, is_scaled_length=True)
 
 
 def _num_experts(json: ReadKeys, default: int) -> int:
     names = ("num_experts", "num_local_experts")
-    numbers = {_size(json, name) for name in names if name in json}
+    numbers = {read_size(json, name) for name in names if name in json}
     if len(numbers) > 1:
         raise ValueError("num_experts and num_local_experts say different numbers")
     return min(numbers, default=default)
-
-
-def _head_dim(json: ReadKeys, default: int | None = None) -> int:
-    hidden_size, num_heads = _size(json, "hidden_size"), _size(json, "num_attention_heads")
-    default = default or hidden_size // num_heads
-    found = _size(json, "head_dim", default, null=default)
-    if found < 1:
-        raise ValueError(f"hidden_size is {hidden_size}; it must be at least num_attention_heads, which is {num_heads}")
-    return found
 
 
 def _window(json: ReadKeys, default: int | None) -> int | None:
@@ -333,7 +275,7 @@ def _window(json: ReadKeys, default: int | None) -> int | None:
 
 def _qwen_windows(json: ReadKeys) -> list[int | None]:
     window, first = _window(json, 4096), json.integer("max_window_layers", 28, least=0)
-    return _windows(json, window, [number >= first for number in range(_num_layers(json))])
+    return _windows(json, window, [number >= first for number in range(num_layers_of(json))])
 
 
 def _windows(json: ReadKeys, window: int | None, slides: Sequence[bool]) -> list[int | None]:

@@ -1,13 +1,15 @@
 """The second half of a decoder layer: a gated feed-forward network, or a mixture of experts without adapters."""
 
+from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kernels.backends import ops_for
-from kernels.linear.experts import choose_experts, group_rows
+from kernels.linear.experts import choose_by_groups, choose_experts, group_rows
 from kernels.ops import Ops
 from worker_service.models.decoders.decoder_config import DecoderConfig, Mixture
 from worker_service.models.layers.expert_linear import ExpertLinear
@@ -15,6 +17,9 @@ from worker_service.models.layers.linear import Linear
 
 Projection = tuple[Linear, dict[str, int]]
 """A linear layer of fused projections: their names in a checkpoint, and outputs of each."""
+
+SHARED_EXPERTS = "mlp.shared_experts"
+"""Name of the shared experts in a checkpoint: one feed-forward network."""
 
 
 class Mlp(Protocol):
@@ -25,6 +30,10 @@ class Mlp(Protocol):
     @property
     def adapted(self) -> list[Projection]:
         """The linear layers that can have adapters."""
+
+    @property
+    def vectors(self) -> Mapping[str, Tensor]:
+        """Tensors besides those of linear layers, by their names in a checkpoint."""
 
     def __call__(self, x: Tensor, adapter_slots: Tensor | None) -> Tensor:
         """x: [rows, hidden_size]; adapter_slots: see `Linear`. The caller sums the results of all ranks."""
@@ -43,21 +52,26 @@ class DenseMlp:
         adds_bias: bool,
         deferred: bool = False,
         ops: Ops | None = None,
+        name: str = "mlp",
     ) -> None:
-        """inner: this rank's inner units; deferred: see `Linear.allocate`; ops: see `Linear`."""
-        self._config, self._inner, self._ops = config, inner, ops or ops_for(device)
+        """inner: this rank's inner units; deferred: see `Linear.allocate`; ops: see `Linear`. name: in a checkpoint,
+        after the layer's prefix."""
+        self._config, self._inner, self._ops, self._name = config, inner, ops or ops_for(device), name
         allocate = partial(Linear.allocate, dtype=dtype, device=device, deferred=deferred, ops=self._ops)
         hidden, wide = config.hidden_size, self._ops.WIDE_PRODUCTS
         self._gate_up = allocate(2 * inner, hidden, config.mlp_bias)
         self._down = allocate(hidden, inner, config.mlp_bias, wide=wide, adds_bias=adds_bias)
 
+    vectors: Mapping[str, Tensor] = MappingProxyType({})
+
     @property
     def projections(self) -> list[Projection]:
+        name = self._name
         if self._config.fused_checkpoint:
-            gate_up = {"mlp.gate_up_proj": 2 * self._inner}
+            gate_up = {f"{name}.gate_up_proj": 2 * self._inner}
         else:
-            gate_up = {"mlp.gate_proj": self._inner, "mlp.up_proj": self._inner}
-        return [(self._gate_up, gate_up), (self._down, {"mlp.down_proj": self._config.hidden_size})]
+            gate_up = {f"{name}.gate_proj": self._inner, f"{name}.up_proj": self._inner}
+        return [(self._gate_up, gate_up), (self._down, {f"{name}.down_proj": self._config.hidden_size})]
 
     @property
     def adapted(self) -> list[Projection]:
@@ -69,9 +83,9 @@ class DenseMlp:
 
 
 class MixtureMlp:
-    """Adds up the outputs of the experts that a router chooses for a row, weighted by the router. The router is
-    float32, unquantised and whole on each rank, because small differences decide which experts a token uses. A rank
-    holds a part of every expert."""
+    """Adds up the outputs of the experts that a router chooses for a row, weighted by the router, and of shared
+    experts, which all rows use. The router is float32, unquantised and whole on each rank, because small differences
+    decide which experts a token uses. A rank holds a part of every expert."""
 
     def __init__(
         self,
@@ -83,12 +97,17 @@ class MixtureMlp:
         *,
         deferred: bool = False,
         ops: Ops | None = None,
+        shared: DenseMlp | None = None,
     ) -> None:
-        """inner: this rank's inner units of an expert; deferred, ops: see `ExpertLinear`."""
-        self._config, self._mixture, self._inner = config, mixture, inner
+        """inner: this rank's inner units of an expert; deferred, ops: see `ExpertLinear`. shared: the shared
+        experts."""
+        self._config, self._mixture, self._inner, self._shared = config, mixture, inner, shared
         self._ops: Ops = ops or ops_for(device)
         router = torch.empty(mixture.num_experts, config.hidden_size, dtype=dtype, device=device)
         self._router = Linear(router, wide=True, batch_invariant=True, quantisable=False, ops=self._ops)
+        self._bias: Tensor | None = None
+        if mixture.routing is not None and mixture.routing.is_sigmoid:
+            self._bias = torch.empty(mixture.num_experts, device=device)  # float32, as the router's results
         allocate = partial(ExpertLinear, mixture.num_experts, dtype=dtype, device=device, deferred=deferred, ops=ops)
         self._gate_up = allocate(2 * inner, config.hidden_size)
         self._down = allocate(config.hidden_size, inner, wide=self._ops.WIDE_PRODUCTS)
@@ -101,17 +120,26 @@ class MixtureMlp:
             expert = f"{names.experts}.{number}"
             fused = {f"{expert}.{names.gate}": self._inner, f"{expert}.{names.up}": self._inner}
             projections += [(gate_up, fused), (down, {f"{expert}.{names.down}": self._config.hidden_size})]
-        return projections
+        return projections + ([] if self._shared is None else self._shared.projections)
 
     @property
     def adapted(self) -> list[Projection]:
-        """Experts cannot have adapters."""
-        return []
+        """Only shared experts can have adapters."""
+        return [] if self._shared is None else self._shared.adapted
 
-    def __call__(self, x: Tensor, adapter_slots: Tensor | None) -> Tensor:  # noqa: ARG002 (`DenseMlp` uses it)
+    @property
+    def vectors(self) -> dict[str, Tensor]:
+        name = f"{self._mixture.names.router}.e_score_correction_bias"
+        return {} if self._bias is None else {name: self._bias}
+
+    def __call__(self, x: Tensor, adapter_slots: Tensor | None) -> Tensor:
         """Returns float32."""
-        weights, experts = choose_experts(self._router(x), self._mixture.num_chosen, self._mixture.renormalise)
+        if (routing := self._mixture.routing) is not None:
+            weights, experts = choose_by_groups(self._router(x), self._bias, routing)
+        else:
+            weights, experts = choose_experts(self._router(x), self._mixture.num_chosen, self._mixture.renormalise)
         rows = group_rows(experts, self._mixture.num_experts)
         inner = self._gate_up(x.index_select(0, rows.tokens), rows.ends)
         returned = self._down(self._ops.gated_activation(inner, self._config.activation), rows.ends)
-        return self._ops.combine_rows(returned, rows.places, weights)
+        combined = self._ops.combine_rows(returned, rows.places, weights)
+        return combined if self._shared is None else combined.add_(self._shared(x, adapter_slots))

@@ -13,6 +13,7 @@ from math import gcd
 from pagewire_common.start_error import StartError
 from worker_service.models.causal_model import ModelConfig
 from worker_service.models.decoders.decoder_config import DecoderConfig
+from worker_service.models.decoders.mlp import SHARED_EXPERTS
 from worker_service.parallel.cut import UNCUT, Cut
 from worker_service.parallel.ranks import Ranks
 
@@ -30,6 +31,8 @@ class Shard:
     """Inner units of dense feed-forward networks."""
     expert_inner: range
     """Inner units of each expert; empty without experts."""
+    shared_inner: range
+    """Inner units of the shared experts; empty without shared experts."""
     vocabulary: range
 
     @classmethod
@@ -44,49 +47,54 @@ class Shard:
                 f"cannot be split so: it may be up to {num_kv_heads}, or a multiple of {num_kv_heads} "
                 f"up to {num_heads}"
             )
-        inner_sizes = [config.intermediate_size]
-        if (mixture := config.mixture) is not None:
-            inner_sizes.append(mixture.intermediate_size)
-        if size > min(inner_sizes):
-            raise StartError(f"--tensor-parallel-size is {size}, above the intermediate size {min(inner_sizes)}")
+        mixture = config.mixture
+        of_experts = (0, 0) if mixture is None else (mixture.intermediate_size, mixture.shared_size)
+        least = min(units for units in (config.intermediate_size, *of_experts) if units)
+        if size > least:
+            raise StartError(f"--tensor-parallel-size is {size}, above the intermediate size {least}")
         kv_heads = _stretch(num_kv_heads, rank // copies, size // copies)
         of_a_head = _stretch(group, rank % copies, copies) if copies > 1 else range(group * len(kv_heads))
         first = group * kv_heads.start + of_a_head.start
-        inner, *of_experts = (_inner(units, rank, size) for units in inner_sizes)
+        inner, expert_inner, shared_inner = (
+            _inner(units, rank, size) for units in (config.intermediate_size, *of_experts)
+        )
         tokens = -(-config.vocabulary_size // size)  # equal on all ranks but the last, so that logits can be joined
         return cls(
             range(first, first + len(of_a_head)),
             kv_heads,
             inner,
-            of_experts[0] if of_experts else range(0),
+            expert_inner,
+            shared_inner,
             range(min(rank * tokens, config.vocabulary_size), min((rank + 1) * tokens, config.vocabulary_size)),
         )
 
     def cuts(self, config: DecoderConfig) -> Mapping[str, Cut]:
         """The rank's part of checkpoint tensors by name; tensors without entry are whole."""
-        hidden, head_dim = range(config.hidden_size), config.head_dim
-        query, key = (_times(heads, head_dim) for heads in (self.heads, self.kv_heads))
-        sizes = [count * head_dim for count in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
-        qkv, gate_up = list(zip(sizes, (query, key, key), strict=True)), [(config.intermediate_size, self.inner)] * 2
-        rows: dict[str, Sequence[tuple[int, range]]]
+        hidden = range(config.hidden_size)
+        gate_up = [(config.intermediate_size, self.inner)] * 2
+        rows = self._attention_rows(config)
         if config.fused_checkpoint:
-            rows = {"self_attn.qkv_proj": qkv, "mlp.gate_up_proj": gate_up}
+            rows |= {"mlp.gate_up_proj": (gate_up, hidden)}
         else:
-            names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-            rows = {name: [part] for name, part in zip(names, (*qkv, *gate_up), strict=True)}
+            rows |= {
+                name: ([part], hidden) for name, part in zip(("mlp.gate_proj", "mlp.up_proj"), gate_up, strict=True)
+            }
+        outputs = config.num_heads * config.value_dim
         layer = {
-            "self_attn.o_proj.weight": Cut((len(hidden), sizes[0]), [hidden], query),
+            "self_attn.o_proj.weight": Cut((len(hidden), outputs), [hidden], _times(self.heads, config.value_dim)),
             "mlp.down_proj.weight": Cut((len(hidden), config.intermediate_size), [hidden], self.inner),
         }
-        if config.mixture is not None:
-            of_expert, units = config.mixture.names, config.mixture.intermediate_size
-            for number in range(config.mixture.num_experts):
-                expert = f"{of_expert.experts}.{number}"
-                rows |= {f"{expert}.{name}": [(units, self.expert_inner)] for name in (of_expert.gate, of_expert.up)}
-                layer[f"{expert}.{of_expert.down}.weight"] = Cut((len(hidden), units), [hidden], self.expert_inner)
-        for name, parts in rows.items():
+        if (mixture := config.mixture) is not None:
+            names, own = mixture.names, (mixture.intermediate_size, self.expert_inner)
+            networks = {f"{names.experts}.{number}": own for number in range(mixture.num_experts)}
+            if mixture.shared_size:
+                networks[SHARED_EXPERTS] = mixture.shared_size, self.shared_inner
+            for network, (units, stretch) in networks.items():
+                rows |= {f"{network}.{name}": ([(units, stretch)], hidden) for name in (names.gate, names.up)}
+                layer[f"{network}.{names.down}.weight"] = Cut((len(hidden), units), [hidden], stretch)
+        for name, (parts, inputs) in rows.items():
             total, stretches = _joined(parts)
-            layer[f"{name}.weight"] = Cut((total, len(hidden)), stretches, hidden)
+            layer[f"{name}.weight"] = Cut((total, len(inputs)), stretches, inputs)
             layer[f"{name}.bias"] = Cut((total,), stretches, range(1))
         tokens = Cut((config.vocabulary_size, len(hidden)), [self.vocabulary], hidden)
         return {
@@ -98,6 +106,26 @@ class Shard:
                 for name, cut in layer.items()
             },
         }
+
+    def _attention_rows(self, config: DecoderConfig) -> dict[str, tuple[Sequence[tuple[int, range]], range]]:
+        """Length and range of the parts of each input projection, and its inputs. Latents are whole on each rank."""
+        hidden, latent = range(config.hidden_size), config.latent
+        if latent is not None:
+            query = [(config.num_heads * latent.query_dim, _times(self.heads, latent.query_dim))]
+            of_head = latent.plain_dim + latent.value_dim
+            up = [(config.num_heads * of_head, _times(self.heads, of_head))], range(latent.rank)
+            if latent.query_rank is None:
+                return {"self_attn.q_proj": (query, hidden), "self_attn.kv_b_proj": up}
+            return {"self_attn.q_b_proj": (query, range(latent.query_rank)), "self_attn.kv_b_proj": up}
+        counts = config.num_heads, config.num_kv_heads, config.num_kv_heads
+        qkv = [
+            (count * config.head_dim, _times(heads, config.head_dim))
+            for count, heads in zip(counts, (self.heads, self.kv_heads, self.kv_heads), strict=True)
+        ]
+        if config.fused_checkpoint:
+            return {"self_attn.qkv_proj": (qkv, hidden)}
+        names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        return {name: ([part], hidden) for name, part in zip(names, qkv, strict=True)}
 
 
 def part_of(config: ModelConfig, ranks: Ranks) -> tuple[int, Mapping[str, Cut]]:

@@ -49,6 +49,7 @@ class EncoderConfig:
     """Patterns for unused checkpoint tensors, such as a pooler."""
 
     num_layers = num_kv_heads = head_dim = 0
+    kv_parts = 2
     sliding_window = None
     windows = ()
 

@@ -54,6 +54,7 @@ class EncoderDecoderConfig:
     """Tied tensors with separate values in the checkpoint. T5's head is always tied unless listed; its
     tie_word_embeddings decides only whether hidden states are scaled."""
 
+    kv_parts = 2
     sliding_window = None
     windows = ()
 

@@ -1,0 +1,201 @@
+"""The first half of a decoder layer: attention with keys and values of its own, or multi-head latent attention."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kernels.inputs import AttentionMetadata
+from kernels.ops import Ops
+from worker_service.models.decoders.decoder_config import DecoderConfig
+from worker_service.models.decoders.mlp import Projection
+from worker_service.models.decoders.shard import Shard
+from worker_service.models.layers.latent_up import LatentUp
+from worker_service.models.layers.linear import Linear
+from worker_service.parallel.ranks import Ranks
+
+_LATENT_EPS = 1e-6
+"""Epsilon of the norms of latents, in DeepSeek's and in transformers' code, whatever rms_norm_eps is."""
+
+
+class AttentionHalf(Protocol):
+    @property
+    def projections(self) -> list[Projection]:
+        """All linear layers."""
+
+    @property
+    def adapted(self) -> list[Projection]:
+        """The linear layers that can have adapters."""
+
+    @property
+    def vectors(self) -> Mapping[str, Tensor]:
+        """Tensors besides those of linear layers, by their names in a checkpoint."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        layer_cache: Tensor,
+        slots: Tensor,
+        attention: AttentionMetadata,
+        adapter_slots: Tensor | None,
+    ) -> Tensor:
+        """x: [num_tokens, hidden_size]; rotation: from `rotary_tables`, or None; layer_cache, slots: see `store_kv`;
+        adapter_slots: see `Linear`. Returns [num_tokens, hidden_size], which the caller sums over all ranks."""
+
+
+class QkvAttention:
+    """Query, key and value are one product."""
+
+    def __init__(
+        self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks, shard: Shard, ops: Ops,
+        *, window: int | None, deferred: bool,
+    ) -> None:  # fmt: skip
+        """Allocate this rank's weights unfilled. deferred: see `Linear.allocate`."""
+        self._config, self._ops, self._window = config, ops, window
+        self._heads = [len(heads) * config.head_dim for heads in (shard.heads, shard.kv_heads, shard.kv_heads)]
+        self._qk_norms: tuple[Tensor, Tensor] | None = None
+        if config.qk_norm:
+            query_norm, key_norm = torch.empty(2, config.head_dim, dtype=dtype, device=device)
+            self._qk_norms = query_norm, key_norm
+        allocate = partial(Linear.allocate, dtype=dtype, device=device, deferred=deferred, ops=ops)
+        hidden = config.hidden_size
+        self._qkv = allocate(sum(self._heads), hidden, config.qkv_bias)
+        wide, adds_bias = ops.WIDE_PRODUCTS, ranks.rank == 0
+        self._out = allocate(hidden, self._heads[0], config.out_bias, wide=wide, adds_bias=adds_bias)
+
+    @property
+    def projections(self) -> list[Projection]:
+        query, key, value = self._heads
+        if self._config.fused_checkpoint:
+            qkv = {"self_attn.qkv_proj": query + key + value}
+        else:
+            qkv = {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": value}
+        return [(self._qkv, qkv), (self._out, {"self_attn.o_proj": self._config.hidden_size})]
+
+    @property
+    def adapted(self) -> list[Projection]:
+        return self.projections
+
+    @property
+    def vectors(self) -> dict[str, Tensor]:
+        if self._qk_norms is None:
+            return {}
+        return dict(zip(("self_attn.q_norm.weight", "self_attn.k_norm.weight"), self._qk_norms, strict=True))
+
+    def __call__(
+        self,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        layer_cache: Tensor,
+        slots: Tensor,
+        attention: AttentionMetadata,
+        adapter_slots: Tensor | None,
+    ) -> Tensor:
+        config = self._config
+        attended = self._ops.qkv_attention(
+            self._qkv(x, adapter_slots),
+            self._qk_norms,
+            config.rms_norm_eps,
+            config.norm_offset,
+            rotation,
+            layer_cache,
+            slots,
+            attention,
+            config.attention_scale,
+            self._window,
+            config.attention_soft_cap,
+        )
+        return self._out(attended, adapter_slots)
+
+
+class LatentAttention:
+    """The KV cache stores a token's normalised latent and rotated key elements, which are one key for all heads. Its
+    first elements, the latent, are also the value. The up-projections are absorbed, for prompts as for decodes: keys
+    and values of single heads would be other sums, and a token's bits would depend on the chunk that computes it."""
+
+    def __init__(
+        self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks, shard: Shard, ops: Ops,
+        *, deferred: bool,
+    ) -> None:  # fmt: skip
+        """Allocate this rank's weights unfilled. deferred: see `Linear.allocate`."""
+        assert config.latent is not None
+        self._config, self._latent, self._ops = config, config.latent, ops
+        latent, num_heads, hidden = config.latent, len(shard.heads), config.hidden_size
+        allocate = partial(Linear.allocate, dtype=dtype, device=device, deferred=deferred, ops=ops)
+        inputs = hidden
+        self._query_down: Linear | None = None
+        if (query_rank := latent.query_rank) is not None:
+            self._query_down, inputs = allocate(query_rank, hidden, config.qkv_bias), query_rank
+            self._query_norm = torch.empty(query_rank, dtype=dtype, device=device)
+        self._query = allocate(num_heads * latent.query_dim, inputs, False)
+        self._down = allocate(latent.key_dim, hidden, config.qkv_bias)
+        self._norm = torch.empty(latent.rank, dtype=dtype, device=device)
+        sizes = latent.plain_dim, latent.value_dim
+        self._up = LatentUp(num_heads, sizes, latent.rank, dtype, device, ops, deferred=deferred)
+        wide, adds_bias = ops.WIDE_PRODUCTS, ranks.rank == 0
+        self._out = allocate(hidden, num_heads * latent.value_dim, config.out_bias, wide=wide, adds_bias=adds_bias)
+        self._num_heads = num_heads
+
+    @property
+    def projections(self) -> list[Projection]:
+        latent = self._latent
+        up = {"self_attn.kv_b_proj": self._num_heads * (latent.plain_dim + latent.value_dim)}
+        return [*self.adapted, (self._up, up)]
+
+    @property
+    def adapted(self) -> list[Projection]:
+        """All but `kv_b_proj`, which is absorbed."""
+        latent = self._latent
+        query: list[Projection] = [(self._query, {"self_attn.q_proj": self._num_heads * latent.query_dim})]
+        if self._query_down is not None and latent.query_rank is not None:
+            query = [
+                (self._query_down, {"self_attn.q_a_proj": latent.query_rank}),
+                (self._query, {"self_attn.q_b_proj": self._num_heads * latent.query_dim}),
+            ]
+        return [
+            *query,
+            (self._down, {"self_attn.kv_a_proj_with_mqa": latent.key_dim}),
+            (self._out, {"self_attn.o_proj": self._config.hidden_size}),
+        ]
+
+    @property
+    def vectors(self) -> dict[str, Tensor]:
+        vectors = {"self_attn.kv_a_layernorm.weight": self._norm}
+        return vectors if self._query_down is None else vectors | {"self_attn.q_a_layernorm.weight": self._query_norm}
+
+    def __call__(
+        self,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        layer_cache: Tensor,
+        slots: Tensor,
+        attention: AttentionMetadata,
+        adapter_slots: Tensor | None,
+    ) -> Tensor:
+        assert rotation is not None
+        latent, ops = self._latent, self._ops
+        inputs = x
+        if self._query_down is not None:
+            inputs = ops.rms_norm(self._query_down(x, adapter_slots), self._query_norm, _LATENT_EPS)
+        queries = self._query(inputs, adapter_slots).view(len(x), -1, latent.query_dim)
+        plain, turned = torch.split(queries, [latent.plain_dim, latent.rotary_dim], dim=2)
+        down = self._down(x, adapter_slots)
+        normed = ops.rms_norm(down[:, : latent.rank], self._norm, _LATENT_EPS)
+        keys = torch.cat((normed[:, None], self._rotated(down[:, None, latent.rank :], rotation)), dim=2)
+        ops.store_kv(keys, keys, layer_cache, slots)
+        queries = torch.cat((self._up.queries(plain), self._rotated(turned, rotation)), dim=2)
+        attended = ops.paged_attention(queries, layer_cache, attention, self._config.attention_scale)
+        values = self._up.values(attended[:, :, : latent.rank])
+        return self._out(values.flatten(1), adapter_slots)
+
+    def _rotated(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        """A rotated copy of x, [num_tokens, heads, rotary_dim]. Interleaved pairs are moved to the two halves, in
+        queries and keys alike, so that products stay the same."""
+        if self._latent.interleaved:
+            x = x.reshape(*x.shape[:2], -1, 2).transpose(2, 3).flatten(2)
+        x = x.contiguous()
+        self._ops.rotary_embedding(x, *rotation)
+        return x

@@ -1,0 +1,144 @@
+"""Reads the config.json of DeepSeek V2 and V3, and of networks like V3: Kimi K2 and GLM-4.7-Flash. They have latent
+attention, and experts in groups beside shared ones. (DeepSeek-AI, 2024.)"""
+
+from collections.abc import Sequence
+from math import log
+from typing import Any
+
+from kernels.linear.experts import Routing
+from worker_service.models.config.rope import read_rope
+from worker_service.models.decoders.decoder_config import DecoderConfig, Latent, Mixture, MixtureNames
+from worker_service.models.decoders.family_keys import num_layers_of, read_layers, read_size
+from worker_service.read_keys import REFUSED, ReadKeys
+
+_NAMES = MixtureNames("mlp.gate", "mlp.experts", gate="gate_proj", up="up_proj", down="down_proj")
+
+
+def read_deepseek_v2(json: ReadKeys) -> DecoderConfig:
+    """A token's experts have the largest softmax scores, of all or within some groups."""
+    # transformers ignores norm_topk_prob, and DeepSeek's own code obeys it.
+    json.neutral(scoring_func="softmax", rope_interleave=True, norm_topk_prob=False)
+    groups = 1, 1
+    if json.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy") == "greedy":
+        json.without_effect("n_group", "topk_group")
+    else:
+        groups = read_size(json, "n_group"), read_size(json, "topk_group")
+    mixture = _mixture(
+        json, groups, is_sigmoid=False, renormalise=False, scale=1.0, num_experts=64, size=1407, num_shared=2
+    )
+    return _read(
+        json,
+        mixture,
+        _after(json, 0),
+        query_rank=1536,
+        interleaved=True,
+        sizes=(512, 128, 64, 128),
+        mlp_bias=json.boolean("mlp_bias", False),
+    )
+
+
+def read_deepseek_v3(json: ReadKeys) -> DecoderConfig:
+    """A token's experts have the largest sigmoid scores plus a trained bias, within some groups."""
+    mixture = _v3_mixture(json, (8, 4), scale=2.5, num_experts=256, num_chosen=8, size=2048)
+    return _read_like_v3(json, mixture, _after(json, 3), query_rank=1536, sizes=(512, 128, 64, 128))
+
+
+def read_glm4_moe_lite(json: ReadKeys) -> DecoderConfig:
+    """DeepSeek V3 with other defaults, and a list of the layers with experts. (GLM-4.7-Flash; Z.ai, 2026.)"""
+    mixture = _v3_mixture(json, (1, 1), scale=1.8, num_experts=64, num_chosen=4, size=1536)
+    num_layers = num_layers_of(json)
+    kinds = json.choices("mlp_layer_types", ("dense", "sparse"), num_layers) or ["dense"] + ["sparse"] * num_layers
+    has_experts = [kind == "sparse" for kind in kinds[:num_layers]]
+    first = [*has_experts, True].index(True)
+    if all(has_experts[first:]):
+        json.neutral(first_k_dense_replace=first)
+    return _read_like_v3(json, mixture, has_experts, query_rank=768, sizes=(512, 192, 64, 256), eps=1e-5)
+
+
+def _read_like_v3(
+    json: ReadKeys, mixture: Mixture, has_experts: Sequence[bool], *, query_rank: int, sizes: tuple[int, int, int, int],
+    eps: float = 1e-6,
+) -> DecoderConfig:  # fmt: skip
+    # Layers for multi-token prediction lie behind the last layer in a checkpoint. They are not used.
+    more = json.integer("num_nextn_predict_layers", 1, least=0, most=8)
+    if "num_mtp_layers" in json:  # transformers' other name
+        json.neutral(num_mtp_layers=more)
+    num_layers = num_layers_of(json)
+    ignored = tuple(rf"^model\.layers\.{num_layers + number}\." for number in range(more))
+    interleaved = json.boolean("rope_interleave", True, null=False)
+    return _read(
+        json,
+        mixture,
+        has_experts,
+        query_rank=query_rank,
+        interleaved=interleaved,
+        sizes=sizes,
+        eps=eps,
+        ignored_tensors=ignored,
+    )
+
+
+def _v3_mixture(json: ReadKeys, groups: tuple[int, int], *, scale: float, **defaults: int) -> Mixture:
+    json.neutral(topk_method="noaux_tc", scoring_func="sigmoid")
+    groups = read_size(json, "n_group", groups[0]), read_size(json, "topk_group", groups[1])
+    renormalise = json.boolean("norm_topk_prob", True)
+    return _mixture(json, groups, is_sigmoid=True, renormalise=renormalise, scale=scale, num_shared=1, **defaults)
+
+
+def _mixture(
+    json: ReadKeys, groups: tuple[int, int], *, is_sigmoid: bool, renormalise: bool, scale: float, num_experts: int,
+    size: int, num_shared: int, num_chosen: int = REFUSED,
+) -> Mixture:  # fmt: skip
+    """The last arguments are the family's defaults."""
+    size = read_size(json, "moe_intermediate_size", size)
+    num_experts = read_size(json, "n_routed_experts", num_experts)
+    num_chosen = read_size(json, "num_experts_per_tok", num_chosen)
+    scale = float(json.number("routed_scaling_factor", scale))
+    return Mixture(
+        num_experts,
+        num_chosen,
+        size,
+        renormalise,
+        _NAMES,
+        Routing(num_experts, num_chosen, is_sigmoid, renormalise, scale, *groups),
+        size * read_size(json, "n_shared_experts", num_shared),
+    )
+
+
+def _after(json: ReadKeys, default: int) -> list[bool]:
+    """Whether each layer has experts. default: the family's number of first layers without."""
+    json.neutral(moe_layer_freq=1)
+    first = json.integer("first_k_dense_replace", default, least=0)
+    return [number >= first for number in range(num_layers_of(json))]
+
+
+def _read(
+    json: ReadKeys, mixture: Mixture, has_experts: Sequence[bool], *, query_rank: int, interleaved: bool,
+    sizes: tuple[int, int, int, int], **options: Any,
+) -> DecoderConfig:  # fmt: skip
+    """query_rank, sizes: the family's defaults."""
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    rank, plain, rotary, value = (read_size(json, name, size) for name, size in zip(names, sizes, strict=True))
+    latent = Latent(rank, read_size(json, "q_lora_rank", query_rank, null=0) or None, plain, rotary, value, interleaved)
+    attention_bias = json.boolean("attention_bias", False)
+    return read_layers(
+        json,
+        ropes=[read_rope(json, rotary)] * len(has_experts),
+        mixtures=[mixture if has else None for has in has_experts],
+        attention_scale=latent.query_dim**-0.5 * _yarn_scale(json),
+        latent=latent,
+        qkv_bias=attention_bias,
+        out_bias=attention_bias,
+        **options,
+    )
+
+
+def _yarn_scale(json: ReadKeys) -> float:
+    """YaRN's factor on the softmax's scale, by `mscale_all_dim`. `read_rope` has checked the parameters."""
+    parameters = json.group("rope_scaling").plain or json.group("rope_parameters").plain
+    all_dim = parameters.get("mscale_all_dim")
+    if not all_dim:
+        return 1.0
+    if (factor := parameters.get("factor")) is None:
+        raise ValueError("mscale_all_dim is in the rotary parameters without factor, which it needs")
+    return 1.0 if factor <= 1 else (0.1 * all_dim * log(factor) + 1.0) ** 2

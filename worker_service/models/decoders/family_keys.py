@@ -1,0 +1,93 @@
+"""Keys of config.json that all native families read."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from worker_service.models.config.config_limits import SIZES
+from worker_service.models.config.rope import Rope, read_rope
+from worker_service.models.decoders.decoder_config import DecoderConfig, Latent, LayerConfig, Mixture
+from worker_service.read_keys import REFUSED, ReadKeys
+
+_OTHER_LENGTHS = ("max_seq_len", "max_seq_length", "max_sequence_length", "seq_len", "seq_length")
+ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+def read_layers(
+    json: ReadKeys,
+    *,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    eps: float = 1e-6,
+    tied_embeddings: bool = False,
+    activation: str | None = None,
+    ropes: Sequence[Rope | None] | None = None,
+    windows: Sequence[int | None] | None = None,
+    mixtures: Sequence[Mixture | None] | None = None,
+    attention_scale: float | None = None,
+    latent: Latent | None = None,
+    **options: Any,
+) -> DecoderConfig:
+    """Read the keys of all families. num_kv_heads, head_dim, eps, tied_embeddings: the family's defaults. With `latent`
+    the caller gives `ropes`."""
+    if activation is None:
+        activation = json.choice("hidden_act", ACTIVATIONS, "silu")
+    num_heads, num_layers = read_size(json, "num_attention_heads"), num_layers_of(json)
+    if latent is None:
+        head_dim = head_dim_of(json, head_dim)
+        num_kv_heads = read_size(json, "num_key_value_heads", num_kv_heads or num_heads, null=num_heads)
+    else:
+        json.neutral(head_dim=latent.rotary_dim, qk_head_dim=latent.query_dim, num_key_value_heads=num_heads)
+        head_dim, num_kv_heads = latent.key_dim, 1
+    if ropes is None:
+        ropes = [read_rope(json, head_dim)] * num_layers
+    window_kinds = ["full_attention" if window is None else "sliding_attention" for window in windows or ()]
+    json.neutral(layer_types=window_kinds or ["full_attention"] * num_layers)
+    if not any(windows or ()) and json.plain.get("use_sliding_window") is False:
+        json.without_effect("use_sliding_window", "sliding_window", "max_window_layers")
+    return DecoderConfig(
+        vocabulary_size=read_size(json, "vocab_size"),
+        hidden_size=read_size(json, "hidden_size"),
+        intermediate_size=read_size(json, "intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_model_len=_max_model_len(json, ropes),
+        rms_norm_eps=float(json.number("rms_norm_eps", eps)),
+        activation=ACTIVATIONS[activation],
+        layers=tuple(
+            LayerConfig(rope, window, mixture)
+            for rope, window, mixture in zip(
+                ropes, windows or [None] * num_layers, mixtures or [None] * num_layers, strict=True
+            )
+        ),
+        tied_embeddings=json.boolean("tie_word_embeddings", tied_embeddings),
+        attention_scale=head_dim**-0.5 if attention_scale is None else attention_scale,
+        latent=latent,
+        **options,
+    )
+
+
+def _max_model_len(json: ReadKeys, ropes: Sequence[Rope | None]) -> int:
+    """The least of config.json's maximum and those of the rotary embeddings."""
+    length = read_size(json, "max_position_embeddings")
+    lengths = [length if rope is None else rope.max_positions or length for rope in ropes]
+    others = [other for name in _OTHER_LENGTHS if (other := json.integer(name, None, null=None)) is not None]
+    return min([*lengths, *others])
+
+
+def read_size(json: ReadKeys, name: str, default: int = REFUSED, *, null: int = REFUSED) -> int:
+    """Read a size from 1 to its maximum in `SIZES`."""
+    return json.integer(name, default, null=null, most=SIZES[name][1])
+
+
+def num_layers_of(json: ReadKeys) -> int:
+    return read_size(json, "num_hidden_layers")
+
+
+def head_dim_of(json: ReadKeys, default: int | None = None) -> int:
+    hidden_size, num_heads = read_size(json, "hidden_size"), read_size(json, "num_attention_heads")
+    default = default or hidden_size // num_heads
+    found = read_size(json, "head_dim", default, null=default)
+    if found < 1:
+        raise ValueError(f"hidden_size is {hidden_size}; it must be at least num_attention_heads, which is {num_heads}")
+    return found
