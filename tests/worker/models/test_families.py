@@ -185,6 +185,7 @@ def test_kimi_k2_is_deepseek_v3() -> None:
         ({"moe_layer_freq": 2}, "it says moe_layer_freq = 2, which is not supported"),
         ({"scoring_func": "softmax"}, "it says scoring_func = 'softmax', which is not supported"),
         ({"topk_method": "greedy"}, "it says topk_method = 'greedy', which is not supported"),
+        ({"num_mtp_layers": 1}, "num_nextn_predict_layers and num_mtp_layers say different numbers"),
         ({"qk_rope_head_dim": 5}, "qk_rope_head_dim is 5; it must be even"),
         ({"n_shared_experts": 0}, "n_shared_experts is 0; it must be a whole number from 1"),
         ({"index_topk": 2048}, "it says index_topk = 2048, which is not supported"),

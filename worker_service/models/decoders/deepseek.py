@@ -60,11 +60,12 @@ def _read_like_v3(
     eps: float = 1e-6,
 ) -> DecoderConfig:  # fmt: skip
     # Layers for multi-token prediction lie behind the last layer in a checkpoint. They are not used.
-    more = json.integer("num_nextn_predict_layers", 1, least=0, most=8)
-    if "num_mtp_layers" in json:  # transformers' other name
-        json.neutral(num_mtp_layers=more)
+    names = ("num_nextn_predict_layers", "num_mtp_layers")  # the second is from transformers
+    counts = {json.integer(name, least=0, most=8) for name in names if name in json}
+    if len(counts) > 1:
+        raise ValueError(f"{names[0]} and {names[1]} say different numbers")
     num_layers = num_layers_of(json)
-    ignored = tuple(rf"^model\.layers\.{num_layers + number}\." for number in range(more))
+    ignored = tuple(rf"^model\.layers\.{num_layers + number}\." for number in range(min(counts, default=1)))
     interleaved = json.boolean("rope_interleave", True, null=False)
     return _read(
         json,
