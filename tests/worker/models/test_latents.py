@@ -8,15 +8,21 @@ import pytest
 import torch
 from prompt_scores import prompt_logprobs, worker_settings
 from safetensors.torch import load_file, save_file
-from stepped_worker import DEVICE
+from slow_heads import SlowEagle, write_head
+from stepped_worker import DEVICE, PROMPT, Oracle
 from test_architectures import NATIVE
 from torch import Tensor
+from worker_helpers import state, tokens
 
 from pagewire_common.start_error import StartError
+from worker_service.execution.drafting.draft_model import DraftModel
 from worker_service.execution.startup.network import Network
 from worker_service.execution.worker import load_worker
 from worker_service.models.layers.latent_up import WithoutLatentUp
 from worker_service.parallel.ranks import ALONE
+from worker_service.session.session import ScheduledChunk
+from worker_service.session.step import SchedulerOutput
+from worker_service.speculation.drafter import Beginning
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="GPUs have no kernels for latents")
 
@@ -50,6 +56,24 @@ def test_latents_are_refused_in_8_bits_and_on_gpus(checkpoint: Path) -> None:
         network = Network.open(str(checkpoint), settings, torch.device(device), ALONE)
         with pytest.raises(StartError, match=reason):
             network.check()
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_a_network_with_latents_drafts_and_is_drafted_for(method: str, checkpoint: Path, tmp_path: Path) -> None:
+    model = checkpoint if method == "draft_model" else write_head(tmp_path / "head")
+    drafts = json.dumps({"method": method, "model": str(model)})
+    worker = load_worker(worker_settings(checkpoint, dtype="float32", cache=tmp_path, speculative_config=drafts))
+    assert worker.drafter is not None
+    proposer = worker.drafter._proposer
+    assert isinstance(proposer, DraftModel)
+    sequence = state(PROMPT, temperature=0.0)
+    sequence.num_computed_tokens, sequence.block_ids = 0, tokens(range(9))
+    chunks, step = [ScheduledChunk(sequence, 0, 30, samples=True)], SchedulerOutput(1, 1)
+    proposer.step_begins(step, chunks)
+    worker.runner.execute(step, chunks)
+    sequence.num_computed_tokens = 30
+    slow = Oracle(checkpoint) if method == "draft_model" else SlowEagle(checkpoint, model)
+    assert proposer.propose([Beginning(sequence, 31, 4)]) == [slow.greedy(PROMPT[:31], 4)]
 
 
 def test_layers_for_multi_token_prediction_are_left_out_if_the_config_counts_them(
