@@ -237,6 +237,7 @@ class Scheduler:
         groups = self._groups.give_all_back()
         for group in groups:
             group.history.num_recomputes += 1
+            group.history.num_losses += 1
         assert self.blocks.device.num_free == self.blocks.device.num_blocks
         self.blocks.device.withdraw_all()
         self.adapters.withdraw_all()

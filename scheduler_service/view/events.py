@@ -4,13 +4,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from scheduler_service.view.requests import PREEMPTIONS, RECOMPUTES, STATE, WORKER, RequestView
+from scheduler_service.view.requests import PREEMPTIONS, RECOMPUTES, STATE, RequestView
 from scheduler_service.view.words import many, name_of
 from scheduler_service.view.workers import WorkerNow
 
 MAX_PREEMPTIONS = 8
 """Preempted requests that are named in one frame."""
-_SERVING = ("serving", "draining")
 
 Event = dict[str, Any]
 
@@ -28,7 +27,7 @@ class _Loss:
 class Events:
     def __init__(self) -> None:
         self._states: dict[str, tuple[str, int, int]] = {}  # state, losses and epoch of each worker
-        self._counts: dict[str, tuple[str | None, int, int]] = {}  # of each request: worker, swaps, recomputes
+        self._counts: dict[str, tuple[int, int]] = {}  # preemptions of each request: swaps, recomputes
         self._losses: list[_Loss] = []
 
     def look(
@@ -40,12 +39,10 @@ class Events:
     ) -> list[Event]:
         """`before`: the worker of each request at the last look, if a worker was lost since."""
         found: list[tuple[str, str]] = []
-        gone: set[str] = set()  # workers whose requests were all preempted
         states, self._states = self._states, {one.address: (one.state, one.losses, one.epoch) for one in workers}
         for one in workers:
             state, losses, epoch = states.get(one.address, ("", one.losses, one.epoch))
             if one.losses > losses:
-                gone.add(one.address)
                 mine = {id_ for id_, worker in before.items() if worker == one.address and id_ in requests}
                 reason = f": {one.error}" if one.error and one.scheduler is None else ""
                 found.append(("worker_lost", f"worker {one.address} lost with {many(len(mine), 'request')}{reason}"))
@@ -53,8 +50,6 @@ class Events:
                     self._losses.append(_Loss(one.address, at, len(mine), mine))
             if one.state == state and one.epoch == epoch:
                 continue
-            if one.state not in _SERVING or one.scheduler is None:
-                gone.add(one.address)
             if one.state == "serving" and state == "draining":
                 found.append(("undrained", f"worker {one.address} takes requests again"))
             elif one.state == "serving" and one.scheduler is not None:
@@ -67,7 +62,7 @@ class Events:
             elif one.state == "superseded":
                 found.append(("superseded", f"another scheduler uses worker {one.address}"))
         found += self._moved(at, requests)
-        found += self._preempted(requests, gone)
+        found += self._preempted(requests)
         return [{"at": at, "kind": kind, "text": text} for kind, text in found]
 
     def _moved(self, at: float, requests: Mapping[str, RequestView]) -> list[tuple[str, str]]:
@@ -82,18 +77,16 @@ class Events:
         self._losses = waits
         return found
 
-    def _preempted(self, requests: Mapping[str, RequestView], gone: set[str]) -> list[tuple[str, str]]:
+    def _preempted(self, requests: Mapping[str, RequestView]) -> list[tuple[str, str]]:
         found, counts = [], self._counts
-        now: dict[str, tuple[str | None, int, int]] = {}
+        now: dict[str, tuple[int, int]] = {}
         for id_, view in requests.items():
             changing = view.changing
-            now[id_] = mine = (changing[WORKER], changing[PREEMPTIONS], changing[RECOMPUTES])
-            before = counts.get(id_)
-            if before is None or before == mine or before[0] in gone:
-                continue
-            if mine[1] > before[1]:
+            now[id_] = mine = (changing[PREEMPTIONS], changing[RECOMPUTES])
+            before = counts.get(id_, mine)
+            if mine[0] > before[0]:
                 found.append(("preempted", f"{name_of(view.group)} preempted: its blocks were swapped to the host"))
-            elif mine[2] > before[2]:
+            elif mine[1] > before[1]:
                 found.append(("preempted", f"{name_of(view.group)} preempted: it gives its blocks back, to recompute"))
         self._counts = now
         if len(found) > MAX_PREEMPTIONS:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scheduler_service.core import SequenceGroup
+from scheduler_service.core.groups.records import History
 from scheduler_service.core.groups.sequence import Sequence as Output
 from scheduler_service.view.words import PLACED
 
@@ -18,9 +19,10 @@ CHANGING = (
     "output_tokens",
     "preemptions",
     "recomputes",
+    "moves",
 )
 """The fields that change, in the order of the tuples that `changing_fields` returns."""
-WORKER, STATE, PLACE, _, _, COMPUTED, OUTPUT, PREEMPTIONS, RECOMPUTES = range(len(CHANGING))
+WORKER, STATE, PLACE, _, _, COMPUTED, OUTPUT, PREEMPTIONS, RECOMPUTES, MOVES = range(len(CHANGING))
 
 Changing = tuple[Any, ...]
 AllTables = Sequence[Mapping[int, list[int]]]
@@ -59,8 +61,7 @@ class RequestView:
         """Whether a waiting group has waited since the last look, so that at most its place has changed."""
         if self.group is not group or self.changing[STATE] != "waiting":
             return False
-        history = group.history
-        return bool(self.changing[PREEMPTIONS:] == (history.num_swaps, history.num_recomputes))
+        return self.changing[PREEMPTIONS:] == _returns(group.history)
 
     def look_at_decode(self, worker: str, tables: AllTables) -> dict[str, Any] | None:
         """The same as `look`, for a running request that decoded at the last look, and has not been preempted since: it
@@ -72,7 +73,7 @@ class RequestView:
             or len(outputs) != 1
             or group.beams is not None
             or group.encoder is not None
-            or before[RECOMPUTES] != history.num_recomputes
+            or before[RECOMPUTES] + before[MOVES] != history.num_recomputes
             or before[PREEMPTIONS] != history.num_swaps
             or before[WORKER] != worker
         ):
@@ -143,6 +144,11 @@ def _leader(group: SequenceGroup) -> Output | None:
     return next((one for one in group.sequences if not one.status.is_finished), None)
 
 
+def _returns(history: History) -> tuple[int, int, int]:
+    """Preemptions by swap and by recompute, and moves: losses and drains of the request's worker."""
+    return history.num_swaps, history.num_recomputes - history.num_losses, history.num_losses
+
+
 def changing_fields(
     group: SequenceGroup, worker: str | None, state: str, place: int | None = None, reason: str = ""
 ) -> Changing:
@@ -171,6 +177,5 @@ def changing_fields(
         history.num_cached_tokens or 0,
         num_computed,
         num_output_tokens,
-        history.num_swaps,
-        history.num_recomputes,
+        *_returns(history),
     )

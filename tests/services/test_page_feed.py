@@ -3,8 +3,10 @@
 import asyncio
 import json
 import os
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from locked import KEYRING, KEYS
 from page_states import State, apply_frame, new_state
 
 from scheduler_service.access.keys import Keyring
+from scheduler_service.frontend.http.page import files
 from scheduler_service.frontend.link import feed
 from scheduler_service.operations.cluster_state import cluster_state
 
@@ -135,7 +138,11 @@ async def test_a_lost_worker_is_told_in_words_and_its_requests_are_followed(byte
             await page.until(lambda state: not state["requests"])
             events = [event for frame in page.frames for event in frame.get("events", ())]
             kinds = [event["kind"] for event in events]
-            assert {"worker_lost", "worker_ready", "moved"} <= set(kinds)
+            assert {"worker_lost", "worker_ready", "moved"} == set(kinds)  # and no preemption
+            told = [fields for frame in page.frames for fields in frame.get("requests", {}).values() if fields]
+            assert max(fields.get("moves", 0) for fields in told) == 1
+            assert not any(fields.get("preemptions") or fields.get("recomputes") for fields in told)
+            assert page.state["totals"]["preemptions"] == 0
             assert (
                 next(e["text"] for e in events if e["kind"] == "moved").partition(" lost, ")[2][:16]
                 == "1 request moved "
@@ -213,6 +220,12 @@ async def test_the_files_need_no_key_and_are_cached(byte_tokenizer_directory: Pa
                 assert (answer.status, await answer.read()) == (200, b"")
         async with session.get("/static/../files.py", headers=ADMIN) as answer:
             assert answer.status == 404
+
+
+def test_the_vendored_files_are_those_that_their_readme_names() -> None:
+    folder = Path(files.__file__).parent / "static/vendor"
+    named = dict(re.findall(r"^\| `([^`]+)`.*`([0-9a-f]{64})`", (folder / "README.md").read_text(), re.MULTILINE))
+    assert named == {file.name: sha256(file.read_bytes()).hexdigest() for file in folder.glob("*.js")}
 
 
 async def test_without_a_page_nothing_of_it_is_served(byte_tokenizer_directory: Path) -> None:

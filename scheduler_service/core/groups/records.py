@@ -34,7 +34,9 @@ class History:
     num_cached_tokens: int | None = None
     """Tokens of the prompt that were cached at the first admission."""
     num_recomputes: int = 0
-    """Preemptions by recompute, including losses of workers."""
+    """Preemptions by recompute, including `num_losses`."""
+    num_losses: int = 0
+    """Returns to the queue because the worker was lost or drained, which are no preemptions of the worker."""
     num_swaps: int = 0
     worker: str | None = None
     """Name of the worker that took the group last."""

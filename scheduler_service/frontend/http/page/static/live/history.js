@@ -58,14 +58,14 @@ class History {
       bar = {
         ...{ id: request.id, request, lane: lane < 0 ? this.lanes.length : lane, from: request.arrived, to: null },
         ...{ segments: [], chunks: [], first: null, status: "", error: "" },
-        ...{ worker: null, computed: 0 },
+        ...{ worker: null, computed: 0, moves: request.moves },
       };
       this.lanes[bar.lane] = bar;
       this.bars.set(bar.id, bar);
     }
     bar.request = request;
     const last = bar.segments.at(-1);
-    const phase = phaseOf(request, bar, last, frame);
+    const phase = phaseOf(request, bar, last);
     if (last?.phase !== phase || last.worker !== request.worker) {
       const at = last ? this.at : request.arrived;
       // A request that was first seen on a worker waited before that, and the feed did not show it.
@@ -79,10 +79,11 @@ class History {
     }
     bar.computed = request.computed_tokens ?? 0;
     bar.worker = request.worker ?? bar.worker;
+    if (request.worker) bar.moves = request.moves;
     if (bar.first === null && request.output_tokens > 0) {
       bar.first = this.at;
-      // Not of requests that had tokens when the page was opened.
-      if (last) this.latencies.push({ at: this.at, first: this.at - bar.from, token: null });
+      // Not of requests that had tokens when the page was opened or connected again.
+      if (last && !frame.snapshot) this.latencies.push({ at: this.at, first: this.at - bar.from, token: null });
     }
   }
 
@@ -144,13 +145,12 @@ class History {
   }
 }
 
-/** A waiting request is queued until a worker has had it. After that its worker was lost (moving) or took its blocks. */
-function phaseOf(request, bar, last, frame) {
+/** A waiting request is queued until a worker has had it. After that its worker was lost or drained, or took its blocks. */
+function phaseOf(request, bar, last) {
   if (request.state !== "waiting") return request.state;
   if (bar.worker === null) return "queued";
   if (last && last.worker === null) return last.phase;
-  const worker = frame.workers?.[bar.worker];
-  return worker === null || worker?.losses || worker?.device_blocks === 0 || worker?.draining ? "moving" : "preempted";
+  return request.moves > bar.moves ? "moving" : "preempted";
 }
 
 function percentile(list, name, share) {

@@ -116,6 +116,7 @@ export function Life({ state: world, focus }) {
     output: many(request.output_tokens, "token"),
     "first token": bar.first > bar.from ? `after ${seconds(bar.first - bar.from)}` : "–",
     preemptions: `${whole(request.preemptions)} swapped, ${whole(request.recomputes)} recomputed`,
+    moves: whole(request.moves),
   };
   return html`<section class="live-life" aria-label=${`Request ${bar.id}`}>
     <header><h3>${bar.id}</h3><button type="button" onClick=${() => focus.select(null)}>close</button></header>
