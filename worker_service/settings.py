@@ -71,7 +71,9 @@ class WorkerSettings(ServiceSettings):
         "nearly half the memory of 16 bits; fp8 (e4m3) only on GPUs that support it",
     )
     swap_space: float = Field(1.0, ge=0, le=2**20, description="GiB of host memory for swapped blocks")
-    max_num_batched_tokens: int = Field(2048, ge=1, description="most tokens computed in one step")
+    max_num_batched_tokens: int = Field(
+        2048, ge=1, description="most tokens computed in one step; by default at least an encoder's longest text"
+    )
     max_num_seqs: int = Field(256, ge=1, description="most sequences computed in one step")
     max_model_len: int | None = Field(None, ge=1, description="most tokens of a sequence; by default the model's limit")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of the GPU's memory to use in all")

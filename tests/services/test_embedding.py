@@ -320,6 +320,14 @@ async def test_an_encoder_that_cannot_be_served_says_why(encoder: Path) -> None:
         await until(lambda: "an encoder computes a text whole" in str(one.engine.workers.all[0].last_error))
 
 
+async def test_an_encoder_of_long_texts_needs_no_flag(tmp_path: Path) -> None:
+    longest = write_encoder(tmp_path, max_position_embeddings=2100)
+    settings = encoder_settings()
+    del settings["max_num_batched_tokens"]
+    async with serving(longest, **settings) as (one, _), Client(one.target) as client:
+        assert len((await client.embed(["a" * 2090]))[0].vector) == 48
+
+
 async def test_a_model_without_a_tokenizer_takes_token_ids(encoder: Path, slow: SlowEncoder, tmp_path: Path) -> None:
     folder = tmp_path / "bare"
     folder.mkdir()

@@ -24,10 +24,12 @@ class EncoderLoader(Loader):
         _check_flags(settings, target)
         super().__init__(settings, target)
         if settings.max_num_batched_tokens < self.max_model_len:
-            raise StartError(
-                f"--max-num-batched-tokens is {settings.max_num_batched_tokens}; an encoder computes a text whole, and "
-                f"{target.model_id} reads up to {self.max_model_len} tokens: raise it, or lower --max-model-len"
-            )
+            if "max_num_batched_tokens" in settings.model_fields_set:
+                raise StartError(
+                    f"--max-num-batched-tokens is {settings.max_num_batched_tokens}; an encoder computes a text whole, "
+                    f"and {target.model_id} reads up to {self.max_model_len} tokens: raise it, or lower --max-model-len"
+                )
+            self.settings = settings.model_copy(update={"max_num_batched_tokens": self.max_model_len})
         self._model: Encoder
         self._runner: EncoderRunner
 
