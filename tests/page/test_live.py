@@ -54,6 +54,7 @@ def request(state: str, **fields: Any) -> Frame:
         "state": state,
         "preemptions": 0,
         "recomputes": 0,
+        "moves": 0,
         "place": None,
         "reason": "",
     } | fields
@@ -75,6 +76,12 @@ SNAPSHOT: Frame = {
     | {"output_tokens": 20, "preemptions": 1, "losses": 0},
     "events": [{"at": 1.5, "kind": "preempted", "text": "swapped preempted: its blocks were swapped to the host"}],
 }
+
+
+NEXT: Frame = {"snapshot": True, "at": 0.5, "workers": {"w1": WORKER}, "totals": {"running": 0, "waiting": 0}}
+"""Of the engine that follows: its clock begins anew, and it knows no request."""
+FEED: list[Frame | None] = [SNAPSHOT]
+"""What the next connections get; None: no answer. The last one stays."""
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +123,11 @@ def serve(route: Any) -> None:
         return
     if url.path == "/page/feed":  # one frame, and the stream ends
         is_admin = route.request.headers.get("authorization") == "Bearer secret"
-        route.fulfill(status=200 if is_admin else 403, body=f"data: {json.dumps(SNAPSHOT)}\n\n")
+        snapshot = FEED.pop(0) if is_admin and len(FEED) > 1 else FEED[0]
+        if snapshot is None:
+            route.abort()
+        else:
+            route.fulfill(status=200 if is_admin else 403, body=f"data: {json.dumps(snapshot)}\n\n")
         return
     file = STATIC / url.path.removeprefix("/static/") if url.path.startswith("/static/") else HERE / url.path[1:]
     file = STATIC / "index.html" if url.path == "/" else file
@@ -198,12 +209,13 @@ def test_a_lost_worker_has_no_pool_and_its_requests_move(page: Any) -> None:
     show(page, SNAPSHOT)
     page.get_by_role("button", name="running", exact=True).click()
     gone = {"state": "lost", "device_blocks": 0, "host_blocks": 0, "losses": 1, "error": "its connection was closed"}
-    moved = {"state": "waiting", "worker": None, "tables": {"0": [0, []]}}
+    moved = {"state": "waiting", "worker": None, "moves": 1, "tables": {"0": [0, []]}}
     apply(page, {"at": 3.0, "workers": {"w1": gone}, "requests": {"running": moved}})
     apply(page, {"at": 4.0, "workers": {"w2": WORKER}, "requests": {"running": {"state": "prefill", "worker": "w2"}}})
     has_text(page, ".worker.ill", "its connection was closed")
     has_text(page, ".live-life ol", "moving")
     has_text(page, ".live-life ol", "prefill on w2")
+    playwright.expect(page.locator(".live-requests tbody tr", has_text="w2").locator("td").last).to_have_text("")
     has_text(page, ".worker-maps", "No pool")
 
 
@@ -302,3 +314,31 @@ def test_the_page_asks_for_a_key_and_connects_again(tab: Any) -> None:
     playwright.expect(status).to_have_text("Not connected: the server ended the feed. What is shown is old.")
     with tab.expect_request("**/page/feed"):
         pass
+
+
+def test_the_engine_that_follows_a_lost_one_is_shown_and_nothing_of_the_old(tab: Any) -> None:
+    """Of the same server, and of one whose process was lost in between."""
+    for feed in ([NEXT], [None, NEXT]):
+        FEED[:] = [SNAPSHOT]
+        has_text(tab, ".live-requests h3", "Requests 5")
+        FEED[:] = feed
+        if feed[0] is None:
+            status = tab.get_by_role("status")
+            playwright.expect(status).to_have_text("Not connected: the server does not answer. What is shown is old.")
+        has_text(tab, ".live-requests h3", "Requests 0")
+        has_text(tab, ".pool .counts", "40 blocks: 40 free")
+        has_text(tab, ".live-events", "Nothing has happened yet.")
+    FEED[:] = [SNAPSHOT]
+
+
+def test_a_hidden_tab_reads_no_feed(tab: Any) -> None:
+    hide = """hidden => {
+      Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
+      document.dispatchEvent(new Event("visibilitychange"));
+    }"""
+    status = tab.locator(".page-head [role=status]")
+    tab.evaluate(hide, True)
+    playwright.expect(status).to_have_text("")
+    with tab.expect_request("**/page/feed"):
+        tab.evaluate(hide, False)
+    playwright.expect(status).not_to_have_text("")

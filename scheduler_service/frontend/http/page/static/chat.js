@@ -1,4 +1,4 @@
-// One chat completion: the body that is sent, the stream that comes back, and the same request as curl and Python.
+// One request: the body that is sent, the stream that comes back, and the same request as curl and Python.
 
 /** The body of a request, from the settings' texts. Throws an Error whose message names the setting. */
 export function bodyOf(model, settings, messages) {
@@ -30,44 +30,91 @@ function parsed(name, text) {
   }
 }
 
-/** Send a body and yield the answer so far, after each event. Throws an Error with the server's sentence. */
-export async function* answers(body, key, signal) {
+/** The answer to one request, as far as it has come. */
+export class Answer {
+  listeners = new Set();
+  content = "";
+  texts = []; // of the content, as they came
+  tokens = [];
+  numSpelled = 0; // tokens from the start that spell the content; a token of the turn's end is none of them
+  spells = true; // until a token is not what the content goes on with, such as one of reasoning
+  reasoning = "";
+  calls = [];
+  finish = "";
+  usage = null; // if the request asks for it
+  #spelled = 0; // characters
+
+  subscribe(listener) {
+    this.listeners.add(listener);
+    return () => this.listeners.delete(listener);
+  }
+
+  end(finish) {
+    this.finish = finish;
+    this.#tell();
+  }
+
+  take({ delta = {}, text = delta.content ?? "", logprobs, finish_reason: finish }) {
+    this.content += text;
+    if (text) this.texts.push(text);
+    this.reasoning += delta.reasoning_content ?? "";
+    for (const part of delta.tool_calls ?? []) {
+      const call = (this.calls[part.index] ??= { id: "", name: "", arguments: "" });
+      call.id ||= part.id ?? "";
+      call.name += part.function?.name ?? "";
+      call.arguments += part.function?.arguments ?? "";
+    }
+    for (const token of logprobs?.content ?? []) this.tokens.push(token);
+    this.#spell();
+    this.finish = finish ?? this.finish;
+    this.#tell();
+  }
+
+  #spell() {
+    while (this.#spelled < this.content.length && this.numSpelled < this.tokens.length) {
+      const { token } = this.tokens[this.numSpelled];
+      const part = this.content.slice(this.#spelled, this.#spelled + token.length);
+      this.spells &&= token.startsWith(part);
+      if (part !== token) return; // its end may be held back, because a stop string may begin there
+      this.#spelled += token.length;
+      this.numSpelled += 1;
+    }
+  }
+
+  /** The content behind the tokens that spell it. */
+  get rest() {
+    return this.content.slice(this.#spelled);
+  }
+
+  #tell() {
+    for (const listener of this.listeners) listener();
+  }
+}
+
+/** Send a body, and read the answer to it. Throws an Error with the server's sentence. */
+export async function read(answer, body, key, signal, route = "/v1/chat/completions") {
   const headers = { "Content-Type": "application/json" };
   if (key) headers.Authorization = `Bearer ${key}`;
-  const response = await fetch("/v1/chat/completions", { method: "POST", headers, body: JSON.stringify(body), signal });
-  if (!response.ok) throw new Error(await sentence(response));
-  const answer = { content: "", reasoning: "", calls: [], tokens: [], finish: "" };
+  const response = await checked(await fetch(route, { method: "POST", headers, body: JSON.stringify(body), signal }));
   for await (const data of events(response.body)) {
     if (data === "[DONE]") return;
     const event = JSON.parse(data);
     if (event.error) throw new Error(event.error.message);
-    for (const choice of event.choices ?? []) take(answer, choice);
-    yield answer;
+    answer.usage = event.usage ?? answer.usage;
+    for (const choice of event.choices ?? []) answer.take(choice);
   }
   throw new Error("the server ended the stream before the answer was complete");
 }
 
-/** The sentence of an error's answer. */
-export async function sentence(response) {
+/** A good answer. Throws an Error with the server's sentence and `status` for any other. */
+export async function checked(response) {
+  if (response.ok) return response;
   const text = await response.text();
+  let reason = text || `the server answered ${response.status}`;
   try {
-    return JSON.parse(text).error.message;
-  } catch {
-    return text || `the server answered ${response.status}`;
-  }
-}
-
-function take(answer, { delta = {}, logprobs, finish_reason: finish }) {
-  answer.content += delta.content ?? "";
-  answer.reasoning += delta.reasoning_content ?? "";
-  for (const part of delta.tool_calls ?? []) {
-    const call = (answer.calls[part.index] ??= { id: "", name: "", arguments: "" });
-    call.id ||= part.id ?? "";
-    call.name += part.function?.name ?? "";
-    call.arguments += part.function?.arguments ?? "";
-  }
-  answer.tokens.push(...(logprobs?.content ?? []));
-  answer.finish = finish ?? answer.finish;
+    reason = JSON.parse(text).error.message;
+  } catch {} // not the server's own answer
+  throw Object.assign(new Error(reason), { status: response.status });
 }
 
 /** The data of server-sent events. */

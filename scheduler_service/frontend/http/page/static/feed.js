@@ -1,7 +1,7 @@
 // Reads /page/feed, with fetch: an EventSource cannot send a key.
 
 const SILENT_MS = 15000; // the feed sends a frame at least every 5 s
-const MAX_WAIT_MS = 5000;
+export const MAX_WAIT_MS = 5000; // between two tries to reach the server
 
 /** Apply frames to `world` until `signal` aborts, and connect again after a loss.
  *
@@ -23,7 +23,8 @@ export async function follow(world, key, tell, signal) {
     } catch (problem) {
       if (signal.aborted) return;
       if (problem instanceof Refused) throw problem;
-      tell(`Not connected: ${problem.message}. What is shown is old.`);
+      const reason = problem instanceof TypeError ? "the server does not answer" : problem.message;
+      tell(`Not connected: ${reason}. What is shown is old.`);
     }
     await new Promise((done) => setTimeout(done, wait));
   }

@@ -1,13 +1,13 @@
-// Operate and Learn: an operator's commands, and experiments that are worth a look at the live view.
+// Operate: an operator's commands. Learn: experiments that are worth a look at the live view.
 import { html, useState } from "./vendor/preact.js";
-import { sentence } from "./chat.js";
+import { AnswerView } from "./answer.js";
+import { Answer, checked, read } from "./chat.js";
 import { useChanges } from "./live/changes.js";
 import { workersOf } from "./live/world.js";
 
 async function send(key, method, path, body) {
   const headers = { ...(key && { Authorization: `Bearer ${key}` }), ...(body && { "Content-Type": "application/json" }) };
-  const answer = await fetch(path, { method, headers, body: body && JSON.stringify(body) });
-  if (!answer.ok) throw new Error(await sentence(answer));
+  const answer = await checked(await fetch(path, { method, headers, body: body && JSON.stringify(body) }));
   return answer.json();
 }
 
@@ -56,9 +56,35 @@ const EXPERIMENTS = [
   },
 ];
 
+const STREAM = { prompt: "A worker can be lost at any time, because", max_tokens: 300, ignore_eos: true, stream: true, stream_options: { include_usage: true } };
+const TEXTS_BEFORE_KILL = 10;
+
+/** Begin a stream and kill the worker. `say` gets what happens, in words. */
+async function killDuring(answer, key, say) {
+  say("A stream begins.");
+  let longest = 0;
+  let at = performance.now();
+  const begun = new Promise((done) =>
+    answer.subscribe(() => {
+      const now = performance.now();
+      if (answer.texts.length > 1) longest = Math.max(longest, now - at); // the first text waits for the prompt
+      at = now;
+      if (answer.texts.length >= TEXTS_BEFORE_KILL) done();
+    }),
+  );
+  const reading = read(answer, STREAM, key, undefined, "/v1/completions");
+  await Promise.race([begun, reading]);
+  await send(key, "POST", "/page/learn/kill-worker");
+  say("The worker is killed. The stream waits for the next one.");
+  await reading;
+  return `Kill the worker: the stream waited ${(longest / 1000).toFixed(1)} s, and has all of its ${answer.usage?.completion_tokens} tokens.`;
+}
+
 /** Experiments beside the live view, with a server that `pagewire serve` started. */
 export function Learn({ accessKey }) {
   const [said, setSaid] = useState("");
+  const [stream, setStream] = useState(null); // the Answer of the last one that saw a worker's death
+  const [kills, setKills] = useState(false);
   const run = ({ name, requests }) => {
     const all = requests();
     setSaid(`${name}: ${all.length === 1 ? "one request" : `${all.length} requests`} under way`);
@@ -67,14 +93,16 @@ export function Learn({ accessKey }) {
       setSaid(failed ? `${name}: ${failed.reason.message}` : `${name}: done`);
     });
   };
-  const kill = () =>
-    send(accessKey, "POST", "/page/learn/kill-worker").then(
-      () => setSaid("The worker is killed."),
-      (error) => setSaid(error.message),
-    );
+  const kill = async () => {
+    const answer = new Answer();
+    setStream(answer);
+    setKills(true);
+    await killDuring(answer, accessKey, setSaid).then(setSaid, (error) => setSaid(`Kill the worker: ${error.message}`));
+    setKills(false);
+  };
   return html`<section class="learn" aria-label="Experiments"><ul>
     ${EXPERIMENTS.map((one) => html`<li key=${one.name}><button type="button" onClick=${() => run(one)}>${one.name}</button> <span>${one.about}</span></li>`)}
-    <li><button type="button" onClick=${kill}>Kill the worker</button>
-      <span>Its requests go back to the queue with the tokens that they have. Streams pause, and go on when the worker is there again.</span></li>
-    </ul><p role="status">${said}</p></section>`;
+    <li><button type="button" disabled=${kills} onClick=${kill}>Kill the worker</button>
+      <span>A stream begins, and its worker is killed. Requests go back to the queue with the tokens that they have. The stream pauses, and goes on when a worker is there again.</span></li>
+    </ul><p role="status">${said}</p>${stream && html`<${AnswerView} answer=${stream} />`}</section>`;
 }

@@ -1,67 +1,58 @@
 // Play: a chat with the served model, or the same question under two settings, and the code that does the same.
 import { html, useEffect, useRef, useState } from "./vendor/preact.js";
-import { answers, asCurl, asPython, bodyOf, messageOf, sentence } from "./chat.js";
+import { AnswerView } from "./answer.js";
+import { Answer, asCurl, asPython, bodyOf, checked, messageOf, read } from "./chat.js";
 
 const SETTINGS = {
-  system: "", stop: "", tools: "", schema: "", logprobs: true,
+  model: "", system: "", stop: "", tools: "", schema: "", logprobs: true,
   numbers: { temperature: "0.7", top_p: "", max_tokens: "256", seed: "", min_p: "", repetition_penalty: "" },
 };
-const DRAW_MS = 50; // an answer is drawn at most 20 times a second
 
-export function Play({ accessKey }) {
-  const [model, setModel] = useState("");
+/** `refused` is told the server's sentence about a key that it does not take. */
+export function Play({ access, refused }) {
+  const [models, setModels] = useState([]); // names of the model and its adapters
   const [problem, setProblem] = useState("");
-  const [turns, setTurns] = useState([]); // {question, answers: [answer of each settings]}
+  const [turns, setTurns] = useState([]); // {question, messages, answers}: both of each side, null for one that has ended
   const [both, setBoth] = useState(false);
   const [settings, setSettings] = useState([SETTINGS, SETTINGS]);
   const [running, setRunning] = useState(null); // AbortController of the answers under way
-  const [sent, setSent] = useState(null); // the last bodies
+  const [sent, setSent] = useState([]); // the last bodies
   const question = useRef(null);
+  const fail = (error) => {
+    setProblem(error.message);
+    if (error.status === 401) refused(error.message);
+  };
   useEffect(() => {
-    const headers = accessKey ? { Authorization: `Bearer ${accessKey}` } : {};
-    fetch("/v1/models", { headers })
-      .then(async (answer) => {
-        if (!answer.ok) throw new Error(await sentence(answer));
-        setModel((await answer.json()).data[0].id);
-      })
-      .catch((error) => setProblem(error.message));
-  }, [accessKey]);
+    setProblem("");
+    fetch("/v1/models", { headers: access.key ? { Authorization: `Bearer ${access.key}` } : {} })
+      .then(async (answer) => setModels((await (await checked(answer)).json()).data.map((one) => one.id)))
+      .catch(fail);
+  }, [access]);
 
-  const ask = async (text, before) => {
-    const count = both ? 2 : 1;
+  /** `turn`: what is asked, before it has answers. */
+  const ask = async ({ question: text, messages }, before) => {
+    const answers = messages.map((one) => one && new Answer());
+    const turn = { question: text, messages, answers };
     let bodies;
     try {
-      bodies = settings.slice(0, count).map((one, side) => bodyOf(model, one, [
-        ...before.flatMap((turn) => [{ role: "user", content: turn.question }, messageOf(turn.answers[side] ?? turn.answers[0])]),
-        { role: "user", content: text },
-      ]));
+      bodies = messages.map((asked, side) => {
+        const { model, ...others } = settings[side];
+        return asked && bodyOf(model || models[0], others, [...conversation(before, side), ...asked]);
+      });
     } catch (error) {
       return setProblem(error.message);
     }
     setProblem("");
-    setSent(bodies);
+    setSent(bodies.filter(Boolean));
+    setTurns([...before, turn]);
     const end = new AbortController();
     setRunning(end);
-    const found = bodies.map(() => ({ content: "", reasoning: "", calls: [], tokens: [], finish: "" }));
-    let drawnAt = 0;
-    const draw = () => setTurns([...before, { question: text, answers: found.map((one) => ({ ...one })) }]);
-    draw();
-    const run = async (body, side) => {
-      for await (const answer of answers(body, accessKey, end.signal)) {
-        found[side] = answer;
-        if (performance.now() - drawnAt >= DRAW_MS) {
-          drawnAt = performance.now();
-          draw();
-        }
-      }
-    };
-    const ends = await Promise.allSettled(bodies.map(run));
-    const failed = ends.find((one) => one.status === "rejected" && one.reason.name !== "AbortError");
-    if (failed) setProblem(failed.reason.message);
-    for (const [side, one] of ends.entries())
-      if (one.status === "rejected" && one.reason.name === "AbortError") found[side] = { ...found[side], finish: "stopped here" };
-    draw();
-    if (failed && found.every((one) => !one.content && !one.calls.length)) {
+    const ends = await Promise.allSettled(bodies.map((body, side) => body && read(answers[side], body, access.key, end.signal)));
+    for (const [side, { reason }] of ends.entries()) {
+      if (reason?.name === "AbortError") answers[side].end("stopped here");
+      else if (reason) fail(reason);
+    }
+    if (ends.some((one) => one.reason && one.reason.name !== "AbortError") && answers.every((one) => !one?.content && !one?.calls.length)) {
       setTurns(before); // a refused question is no turn of the conversation
       question.current.value ||= text;
     }
@@ -70,16 +61,22 @@ export function Play({ accessKey }) {
   const send = (event) => {
     event.preventDefault();
     const text = question.current.value.trim();
-    if (!text || running || !model) return;
+    if (!text || running || !models.length) return;
     question.current.value = "";
-    ask(text, turns);
+    askAll(text, turns);
+  };
+  const askAll = (text, before) => {
+    const asked = [{ role: "user", content: text }];
+    ask({ question: text, messages: both ? [asked, asked] : [asked] }, before);
   };
   const onKey = (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event);
     if (event.key === "Escape") running?.abort();
   };
+  const last = turns.at(-1);
+  const again = () => (last.question ? askAll(last.question, turns.slice(0, -1)) : ask(last, turns.slice(0, -1)));
   const edit = () => {
-    question.current.value = turns.at(-1).question;
+    question.current.value = last.question;
     setTurns(turns.slice(0, -1));
     question.current.focus();
   };
@@ -88,12 +85,11 @@ export function Play({ accessKey }) {
   return html`<div class="play">
     <section class="talk" aria-label="Chat">
       <div class="turns" role="log" aria-label="Conversation" tabindex="0">
-        ${turns.map((turn, i) => html`<article key=${i}>
-          <p class="asked">${turn.question}</p>
-          <div class="answers">${turn.answers.map((answer, side) => html`<${Answer} key=${side} answer=${answer} />`)}</div>
-        </article>`)}
-        ${!turns.length && html`<p class="hint">Ask ${model || "the model"} something. Enter sends, Shift and Enter begin a line, Escape stops.</p>`}
+        ${turns.map((turn, i) => html`<${Turn} key=${i} turn=${turn} />`)}
+        ${!turns.length && html`<p class="hint">Ask ${models[0] || "the model"} something. Enter sends, Shift and Enter begin a line, Escape stops.</p>`}
       </div>
+      ${!running && last?.answers.some((one) => one?.calls.length) &&
+      html`<${Results} key=${turns.length} answers=${last.answers} send=${(messages) => ask({ question: "", messages }, turns)} />`}
       ${problem && html`<p role="alert" class="problem">${problem}</p>`}
       <form onSubmit=${send}>
         <label for="question">Question</label>
@@ -101,52 +97,65 @@ export function Play({ accessKey }) {
         <div class="buttons">
           ${running
             ? html`<button type="button" onClick=${() => running.abort()}>Stop</button>`
-            : html`<button disabled=${!model}>Send</button>`}
-          <button type="button" disabled=${running || !turns.length} onClick=${() => ask(turns.at(-1).question, turns.slice(0, -1))}>Again</button>
-          <button type="button" disabled=${running || !turns.length} onClick=${edit}>Edit</button>
-          <button type="button" disabled=${running || !turns.length} onClick=${() => setTurns([])}>Clear</button>
+            : html`<button disabled=${!models.length}>Send</button>`}
+          <button type="button" disabled=${running || !last} onClick=${again}>Again</button>
+          <button type="button" disabled=${running || !last?.question} onClick=${edit}>Edit</button>
+          <button type="button" disabled=${running || !last} onClick=${() => setTurns([])}>Clear</button>
           <label class="check"><input type="checkbox" checked=${both} disabled=${running} onChange=${(event) => setBoth(event.target.checked)} /> two answers side by side</label>
         </div>
       </form>
-      ${sent?.map((body, side) => html`<${Code} key=${side} body=${body} hasKey=${Boolean(accessKey)} />`)}
+      ${sent.map((body, side) => html`<${Code} key=${side} body=${body} hasKey=${Boolean(access.key)} />`)}
     </section>
     <div class="all-settings">
-      ${settings.slice(0, both ? 2 : 1).map((one, side) => html`<${Settings} key=${side} side=${side} both=${both} settings=${one} change=${(to) => change(side, to)} />`)}
+      ${settings.slice(0, both ? 2 : 1).map((one, side) => html`<${Settings} key=${side} side=${side} both=${both} models=${models} settings=${one} change=${(to) => change(side, to)} />`)}
     </div>
   </div>`;
 }
 
-function Answer({ answer }) {
-  const tokens = shown(answer);
-  return html`<div class="answer">
-    ${answer.reasoning && html`<details><summary>Reasoning</summary><p>${answer.reasoning}</p></details>`}
-    <p class="content">${tokens ? tokens.map((one, i) => html`<${Token} key=${i} token=${one} />`) : answer.content}</p>
-    ${answer.calls.map((call) => html`<pre class="call" tabindex="0" aria-label="Tool call">${call.name}(${call.arguments})</pre>`)}
-    ${answer.finish && html`<p class="finish">${answer.finish}</p>`}
-  </div>`;
+/** The messages of a side's turns. Turns of one answer belong to both sides. */
+function conversation(turns, side) {
+  return turns.flatMap(({ messages, answers }) => {
+    const i = side in answers ? side : 0;
+    return answers[i] ? [...messages[i], messageOf(answers[i])] : [];
+  });
 }
 
-/** The tokens of an answer's text, without those behind it, such as the end of a turn; null if they do not spell it. */
-function shown({ tokens, content }) {
-  let end = 0;
-  for (let length = 0; length < content.length && end < tokens.length; end += 1) length += tokens[end].token.length;
-  const found = tokens.slice(0, end);
-  return end && found.map((one) => one.token).join("") === content ? found : null;
+function Turn({ turn: { question, messages, answers } }) {
+  const results = messages.flatMap((one) => one ?? []).filter((one) => one.role === "tool");
+  return html`<article>
+    ${question && html`<p class="asked">${question}</p>`}
+    ${results.map((one) => html`<p class="asked">Result: ${one.content}</p>`)}
+    <div class="answers">${answers.map((answer, side) => html`<div key=${side}>${answer && html`<${AnswerView} answer=${answer} />`}</div>`)}</div>
+  </article>`;
 }
 
-function Token({ token }) {
-  const share = (one) => `${JSON.stringify(one.token)} ${(100 * Math.exp(one.logprob)).toFixed(1)} %`;
-  const others = token.top_logprobs.filter((one) => one.token !== token.token).map(share);
-  const shade = Math.min(4, Math.floor(-token.logprob / 0.7)); // 4: below 6 %
-  return html`<span class=${`token shade-${shade}`} title=${[share(token), ...others].join("\n")}>${token.token}</span>`;
+/** The results of the last answers' calls, as their tools would return them. */
+function Results({ answers, send }) {
+  const submit = (event) => {
+    event.preventDefault();
+    const { elements } = event.target;
+    send(answers.map((answer, side) => (answer?.calls.length
+      ? answer.calls.map((call, i) => ({ role: "tool", tool_call_id: call.id, content: elements[`result-${side}-${i}`].value }))
+      : null)));
+  };
+  return html`<form class="results" onSubmit=${submit}>
+    ${answers.map((answer, side) => (answer?.calls ?? []).map((call, i) => {
+      const id = `result-${side}-${i}`;
+      return html`<div key=${id}><label for=${id}>Result of ${call.name}(${call.arguments})</label> <textarea id=${id} name=${id} rows="2"></textarea></div>`;
+    }))}
+    <div class="buttons"><button>Send results</button></div>
+  </form>`;
 }
 
-function Settings({ side, both, settings, change }) {
+function Settings({ side, both, models, settings, change }) {
   const id = (name) => `${name}-${side}`;
   const area = (name, label, rows) => html`<label for=${id(name)}>${label}</label>
     <textarea id=${id(name)} rows=${rows} value=${settings[name]} onInput=${(event) => change({ [name]: event.target.value })}></textarea>`;
   return html`<section class="settings" aria-label=${both ? `Settings of answer ${side + 1}` : "Settings"}>
     <h3>${both ? `Answer ${side + 1}` : "Settings"}</h3>
+    <label for=${id("model")}>Model or adapter</label>
+    <select id=${id("model")} value=${settings.model || models[0]} onChange=${(event) => change({ model: event.target.value })}>
+      ${models.map((name) => html`<option key=${name} value=${name}>${name}</option>`)}</select>
     ${area("system", "System prompt", 2)}
     <div class="numbers">${Object.entries(settings.numbers).map(([name, value]) => html`<div>
       <label for=${id(name)}>${name}</label>
@@ -155,7 +164,7 @@ function Settings({ side, both, settings, change }) {
     ${area("stop", "Stop strings, one a line", 2)}
     ${area("tools", "Tools, as JSON", 3)}
     ${area("schema", "JSON schema of the answer", 3)}
-    <label class="check"><input type="checkbox" checked=${settings.logprobs} onChange=${(event) => change({ logprobs: event.target.checked })} /> probabilities of tokens (point at a token)</label>
+    <label class="check"><input type="checkbox" checked=${settings.logprobs} onChange=${(event) => change({ logprobs: event.target.checked })} /> probabilities of tokens (point at one, or focus the answer and use arrow keys)</label>
   </section>`;
 }
 
