@@ -6,6 +6,7 @@ import { Focus, useChanges, useDrawing, useWidth, whole } from "./changes.js";
 import { blocksOf, holdersOf, poolOf, workersOf } from "./world.js";
 
 const MAX_HEIGHT = 320; // CSS pixels of one map
+const MANY = 10000; // blocks of a map that is drawn 5 times a second, others 10: its canvas costs the browser 0.5 ms a time
 const MAX_CELL = 14; // or a 90th of the map's width, on a wall's screen
 const LIT = 4;
 const UNKNOWN = 255;
@@ -102,9 +103,16 @@ function palette(colours, someAreLit) {
   return all.map(([r, g, b]) => ((255 << 24) | (Math.round(b) << 16) | (Math.round(g) << 8) | Math.round(r)) >>> 0);
 }
 
+const COLOURS_MS = 1000; // a change of the colour scheme is seen after so long
+const colours = new WeakMap(); // legend -> {at, found: by name}
+
 /** The colours of swatches as the style sheet and the colour scheme have them. */
-export function coloursOf(element, names) {
-  return names.map((name) => getComputedStyle(element.querySelector(`.swatch-${name}`)).backgroundColor);
+export function coloursOf(legend, names) {
+  let known = colours.get(legend);
+  if (!known || performance.now() - known.at > COLOURS_MS) colours.set(legend, (known = { at: performance.now(), found: {} }));
+  return names.map(
+    (name) => (known.found[name] ??= getComputedStyle(legend.querySelector(`.swatch-${name}`)).backgroundColor),
+  );
 }
 
 function countsOf(states) {
@@ -137,7 +145,8 @@ function PoolMap({ world, worker, pool, focus, legend }) {
     }
     map.draw(states(), lit, coloursOf(legend.current, [...SWATCHES[pool], "lit"]));
   };
-  useDrawing([world, focus], 10, draw);
+  const matters = (frame) => frame.snapshot || frame.blocks?.[worker]?.[pool];
+  useDrawing([world, focus], number > MANY ? 5 : 10, draw, matters);
 
   const point = (at) => {
     setBlock(at);

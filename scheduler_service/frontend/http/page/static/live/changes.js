@@ -2,38 +2,55 @@
 // frames in a hidden tab, so a hidden tab draws nothing.
 import { useEffect, useRef, useState } from "../vendor/preact.js";
 
-/** Call `draw` after changes of any of `sources` (objects with subscribe), and once at the start.
+const waiting = new Map(); // draw -> when it is due, on the clock of performance.now
+let timer = 0;
+let frame = 0;
+
+/** Draw at the next multiple of 1 / hz seconds. All that is due shares one timer and one animation frame: a frame's
+ * paint and commit cost the browser more than our drawing. */
+function drawLater(draw, hz) {
+  if (waiting.has(draw)) return;
+  const now = performance.now();
+  waiting.set(draw, now - (now % (1000 / hz)) + 1000 / hz);
+  arm(now);
+}
+
+function arm(now) {
+  if (frame || !waiting.size) return;
+  clearTimeout(timer);
+  timer = setTimeout(() => (frame = requestAnimationFrame(drawDue)), Math.min(...waiting.values()) - now);
+}
+
+function drawDue() {
+  frame = 0;
+  const now = performance.now();
+  for (const [draw, due] of waiting) {
+    if (due > now + 1) continue;
+    waiting.delete(draw);
+    try {
+      draw();
+    } catch (problem) {
+      reportError(problem); // the other draws go on
+    }
+  }
+  arm(now);
+}
+
+/** Call `draw` after changes of any of `sources` (objects with subscribe), and once at the start. `hz` divides 20.
  *
- * `hz` divides 10. Draws start at multiples of 1 / hz seconds of one clock, so all that is drawn shares at most 10
- * animation frames a second: a frame's paint and commit cost the browser more than our drawing.
+ * `matters`: whether a frame of the feed changes what is drawn. A draw that changes nothing costs the browser a commit.
  */
-export function useDrawing(sources, hz, draw) {
+export function useDrawing(sources, hz, draw, matters = () => true) {
   const latest = useRef(draw);
   latest.current = draw;
   useEffect(() => {
-    let timer = 0;
-    let frame = 0;
-    const period = 1000 / hz;
-    const run = () => {
-      frame = 0;
-      latest.current();
-    };
-    const ask = () => {
-      if (timer || frame) return;
-      timer = setTimeout(
-        () => {
-          timer = 0;
-          frame = requestAnimationFrame(run);
-        },
-        period - (performance.now() % period),
-      );
-    };
-    const ends = sources.map((source) => source.subscribe(ask));
-    frame = requestAnimationFrame(run);
+    const run = () => latest.current();
+    const ends = sources.map((source) => source.subscribe((frame) => (!frame || matters(frame)) && drawLater(run, hz)));
+    const first = requestAnimationFrame(run);
     return () => {
       for (const end of ends) end();
-      clearTimeout(timer);
-      cancelAnimationFrame(frame);
+      waiting.delete(run);
+      cancelAnimationFrame(first);
     };
   }, [...sources, hz]);
 }

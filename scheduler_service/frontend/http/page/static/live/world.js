@@ -72,10 +72,10 @@ export class World {
       this.requests.delete(id);
       return;
     }
-    const { tables, ...rest } = fields;
     const known = "arrived" in fields ? undefined : this.requests.get(id); // only a new request has `arrived`
-    const request = Object.assign(known ?? { id, tables: {} }, rest);
-    for (const [output, [from, blocks]] of Object.entries(tables ?? {})) {
+    const request = known ?? { id, tables: {} };
+    for (const name in fields) if (name !== "tables") request[name] = fields[name];
+    for (const [output, [from, blocks]] of Object.entries(fields.tables ?? {})) {
       const table = [...(request.tables[output] ?? []).slice(0, from), ...blocks];
       if (table.length) request.tables[output] = table;
       else delete request.tables[output];
