@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import openai
@@ -178,6 +179,72 @@ async def test_requests_are_their_keys_own(served: Served, gold: openai.AsyncOpe
             while len(finished := await admin.finished_requests(2)) < 2:
                 pass
     assert [request.tenant for request in finished] == ["iron", "gold"]
+
+
+async def test_what_a_tenant_has_stored_cached_and_streamed_is_out_of_anothers_reach(
+    served: Served, gold: openai.AsyncOpenAI
+) -> None:
+    """Stored responses, cached prompts, streams that could be resumed, and the page."""
+    stored = await gold.responses.create(model=MODEL, input="a secret of gold", store=True, max_output_tokens=16)
+    async with served.client(KEYS["iron"]) as iron:
+        for call in (iron.responses.retrieve, iron.responses.delete, iron.responses.input_items.list):
+            with pytest.raises(openai.NotFoundError, match="there is no stored response"):
+                await call(stored.id)
+        items: Any = [{"type": "item_reference", "id": stored.output[0].id}]
+        for fields in ({"input": "and?", "previous_response_id": stored.id}, {"input": items}):
+            with pytest.raises(openai.APIStatusError) as error:
+                await iron.responses.create(model=MODEL, **fields)
+            assert error.value.status_code in (400, 404)
+        for client, salt, is_cached in ((gold, "a", False), (gold, "a", True), (iron, "a", False), (gold, "b", False)):
+            found = await client.completions.create(
+                model=MODEL, prompt="a prompt of many blocks " * 4, max_tokens=1, extra_body={"cache_salt": salt}
+            )
+            assert found.usage is not None
+            assert found.usage.prompt_tokens_details is not None
+            assert bool(found.usage.prompt_tokens_details.cached_tokens) is is_cached, (client, salt)
+    body = json.dumps({"model": MODEL, "prompt": "a", "max_tokens": 4, "stream": True}).encode()
+
+    def post(name: str, last_id: str) -> tuple[int, bytes]:
+        head = f"Authorization: Bearer {KEYS[name]}\r\nContent-Type: application/json\r\nLast-Event-ID: {last_id}"
+        return raw(served, f"POST /v1/completions HTTP/1.1\r\n{head}", body)
+
+    _, events = await asyncio.to_thread(post, "gold", "0")
+    last_id = next(line for line in events.decode().splitlines() if line.startswith("id: "))[4:].strip()
+    statuses = [(await asyncio.to_thread(post, name, last_id))[0] for name in ("gold", "iron")]
+    assert statuses == [200, 409]
+    for line in ("GET /page/feed", "POST /page/flush", "GET /page/adapters"):
+        assert (await asyncio.to_thread(raw, served, f"{line} HTTP/1.1\r\nX-Api-Key: {KEYS['gold']}"))[0] == 403
+    assert (await gold.responses.retrieve(stored.id)).output == stored.output
+
+
+async def test_a_reader_and_a_writer_of_single_bytes_block_nobody(served: Served, gold: openai.AsyncOpenAI) -> None:
+    """One reads a byte of a long stream at a time, one sends its body so, while another client is served."""
+    host, _, port = served.address.rpartition(":")
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Api-Key: {KEYS['iron']}\r\n"
+    fields = {"model": MODEL, "prompt": "a", "stream": True, "ignore_eos": True}
+    large = json.dumps(fields | {"max_tokens": 220, "n": 2, "logprobs": 20}).encode()
+    small = json.dumps(fields | {"max_tokens": 2}).encode()
+
+    async def opened(body: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection(host, int(port), ssl=served.context, limit=1)
+        writer.write(f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode())
+        return reader, writer
+
+    slow, asks = await opened(large)
+    asks.write(large)
+    answered, writes = await opened(small)
+    received = b""
+    for number in range(len(small)):
+        writes.write(small[number : number + 1])
+        await writes.drain()
+        received += await slow.read(1)
+        if number % 10 == 0:
+            found = await gold.completions.create(model=MODEL, prompt="a", max_tokens=2)
+            assert found.choices
+    assert received.startswith(b"HTTP/1.1 200 OK"), await slow.read()
+    for reader, writer in ((answered, writes), (slow, asks)):
+        assert (await reader.read()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        writer.close()
 
 
 async def test_a_client_that_leaves_frees_what_it_held(served: Served, gold: openai.AsyncOpenAI) -> None:

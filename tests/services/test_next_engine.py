@@ -19,6 +19,7 @@ from scheduler_service.engine.front_ends.servicer import FrontEnds
 from scheduler_service.frontend.link import engine_call, engine_link
 from scheduler_service.frontend.link.engine_call import EngineCall
 from scheduler_service.frontend.link.engine_link import EngineLink
+from scheduler_service.frontend.link.feed import PageFeed
 from scheduler_service.frontend.output.request import GenerationRequest
 from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.server import engine_server
@@ -272,6 +273,31 @@ async def test_a_call_in_an_outage_waits_no_longer_than_it_may(byte_tokenizer_di
         ):
             await call.admit("call", 10)
         assert not one.link.connection._held
+
+
+async def test_a_page_reads_the_next_engine(byte_tokenizer_directory: Path) -> None:
+    """Its stream ends with the engine, and it connects again while there is none."""
+    async with serving(FakeWorkerService(byte_tokenizer_directory)) as worker, engines() as one:
+        await one.start(worker)
+        await one.link.model()
+        with one.link.feed.page("") as page:
+            await page.begin()
+            assert worker in await snapshot(page)
+            await one.kill()
+            while await page.next() is not None:
+                pass
+        with one.link.feed.page("") as page:
+            begins = asyncio.create_task(page.begin())
+            await one.start(worker)
+            await begins
+            assert worker in await snapshot(page)
+
+
+async def snapshot(page: PageFeed) -> str:
+    """The first frame of a page."""
+    first = (await page.next() or b"").decode()
+    assert '"snapshot":true' in first
+    return first
 
 
 async def test_a_refused_call_ends_its_parts_and_no_other_request(byte_tokenizer_directory: Path) -> None:

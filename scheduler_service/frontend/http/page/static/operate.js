@@ -102,7 +102,6 @@ export function Learn({ accessKey }) {
   };
   return html`<section class="learn" aria-label="Experiments"><ul>
     ${EXPERIMENTS.map((one) => html`<li key=${one.name}><button type="button" onClick=${() => run(one)}>${one.name}</button> <span>${one.about}</span></li>`)}
-    <li><button type="button" disabled=${kills} onClick=${kill}>Kill the worker</button>
-      <span>A stream begins, and its worker is killed. Requests go back to the queue with the tokens that they have. The stream pauses, and goes on when a worker is there again.</span></li>
+    <li><button type="button" disabled=${kills} onClick=${kill}>Kill the worker</button> <span>A stream begins, and its worker is killed. Requests go back to the queue with the tokens that they have. The stream pauses, and goes on when a worker is there again.</span></li>
     </ul><p role="status">${said}</p>${stream && html`<${AnswerView} answer=${stream} />`}</section>`;
 }
