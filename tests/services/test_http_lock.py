@@ -217,7 +217,9 @@ async def test_what_a_tenant_has_stored_cached_and_streamed_is_out_of_anothers_r
     assert (await gold.responses.retrieve(stored.id)).output == stored.output
 
 
-async def test_a_reader_and_a_writer_of_single_bytes_block_nobody(served: Served, gold: openai.AsyncOpenAI) -> None:
+async def test_a_reader_and_a_writer_of_single_bytes_block_no_other_client(
+    served: Served, gold: openai.AsyncOpenAI
+) -> None:
     """One reads a byte of a long stream at a time, one sends its body so, while another client is served."""
     host, _, port = served.address.rpartition(":")
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Api-Key: {KEYS['iron']}\r\n"
