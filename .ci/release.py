@@ -1,7 +1,10 @@
-"""Makes a release from a clean checkout: `make release VERSION=x.y.z`. Nothing is pushed.
+"""Makes a release from a clean checkout: `make release VERSION=x.y.z`.
 
-It checks the tree, the version and the changelog, builds the sdist and from it the wheel, runs the wheel in a new
-virtual environment, builds the images if a container engine is there, and tags the commit.
+1. Check that the checkout has no changes, that VERSION is new, and that pyproject.toml and CHANGELOG.md contain it.
+2. Build the sdist, and build the wheel from the sdist.
+3. Install the wheel in a new virtual environment, and generate a text with it.
+4. Build the container images. This step is skipped if neither docker nor podman answers.
+5. Tag the commit. The tag is not pushed.
 """
 
 import argparse
@@ -41,7 +44,7 @@ def problems(version: str, root: Path = ROOT) -> Iterator[str]:
 
 
 def build(folder: Path) -> Path:
-    """Build the sdist, and the wheel from nothing but the sdist, so that the sdist is complete. Returns the wheel."""
+    """Build the sdist, and the wheel from the sdist alone, which fails if the sdist lacks a file. Returns the wheel."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     backend = "import backend, sys; print(backend.build_sdist(sys.argv[1]))"
@@ -55,7 +58,7 @@ def build(folder: Path) -> Path:
 
 
 def smoke(wheel: Path, version: str) -> None:
-    """Install the wheel into a new environment, outside the checkout, and let it answer a prompt."""
+    """Install the wheel into a new environment outside the checkout, and generate a text. Exits if it is wrong."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _run(sys.executable, "-m", "venv", str(folder / "venv"))
@@ -83,7 +86,7 @@ def smoke(wheel: Path, version: str) -> None:
 
 
 def build_images(version: str) -> str:
-    """Build both images, if an engine is there. Returns a sentence about them."""
+    """Build both images with docker or podman. Returns a sentence: their tags, or why there are none."""
     engine = next((name for name in ("docker", "podman") if shutil.which(name) and _answers(name)), None)
     if engine is None:
         return "no images were built: neither docker nor podman answers"

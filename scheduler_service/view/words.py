@@ -13,9 +13,9 @@ PLACED = {
     "SHARE": "this worker takes its share of the queue",
     "OVERDUE": "it was left to other workers as long or as often as the limits allow",
     "ROOM": "only this worker has room",
-    "SUSPECT": "it was in flight when a worker was lost, so it runs alone",
+    "SUSPECT": "it was in flight in consecutive losses of workers, so it runs alone",
 }
-"""Why a request is on its worker, by the name of its `PlacementReason`."""
+"""Reasons why a request is on its worker, by the name of the `PlacementReason`."""
 _LEFT = {
     "LOAD": "that worker will be done with it sooner",
     "AFFINITY": "that worker has its adapter, or more of its prompt's beginning in the cache",
@@ -61,7 +61,7 @@ def _why_not_on(group: SequenceGroup, scheduler: Scheduler) -> str:
     if not scheduler.admits:
         return "it is drained"
     if group.is_suspect and scheduler.running:
-        return "the request was in flight when a worker was lost, and waits to run alone"
+        return "the request was in flight in consecutive losses of workers, and waits to run alone"
     if scheduler.swapped:
         return f"swapped requests resume first, of which there are {len(scheduler.swapped)}"
     if scheduler.num_running_seqs + group.num_seqs > config.max_num_seqs:

@@ -70,7 +70,8 @@ class PrefixDirectory:
 
 
 class BlockAllocator:
-    """Allocates the block numbers 0 … num_blocks - 1. `bit` is the worker's bit in `directory`."""
+    """Allocates the blocks 0 … num_blocks - 1 of one pool. A device pool's `directory` is shared by all
+    workers; `bit` stands for this worker in it."""
 
     def __init__(self, num_blocks: int, directory: PrefixDirectory | None = None, bit: int = 1) -> None:
         self.num_blocks = num_blocks
@@ -133,7 +134,7 @@ class BlockAllocator:
 
     @property
     def ref_counts(self) -> Sequence[int]:
-        """The holders of every block, by block number."""
+        """The number of holders of each block, by block number."""
         return self._ref_counts
 
     @property
@@ -247,14 +248,14 @@ class BlockAllocator:
         return blocks
 
     def num_held(self, blocks: Iterable[int], leaving: Mapping[int, int]) -> int:
-        """Number of these blocks that still have a holder after `leaving[block]` holders have left each block."""
+        """Number of `blocks` that would still have a holder without `leaving[block]` of their holders."""
         ref_counts = self._ref_counts
         if not leaving:
             return sum(map(bool, map(ref_counts.__getitem__, blocks)))
         return sum(ref_counts[block] > leaving.get(block, 0) for block in blocks)
 
     def contents(self, blocks: Iterable[int]) -> list[Content]:
-        """The contents of these blocks. Numbers below 0 are returned unchanged."""
+        """The contents of `blocks`, in their order. Numbers below 0 are returned unchanged."""
         keys = self._keys
         return [block if block < 0 else keys[block] or block for block in blocks]
 

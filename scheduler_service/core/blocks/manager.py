@@ -292,7 +292,7 @@ class BlockManager:
         return move(group, self._on_host, self._on_device, self._num_filled)
 
     def num_swap_copies(self, group: SequenceGroup) -> int:
-        """Blocks to copy for swapping a group out and in. Blocks that others hold on the device need no copy back."""
+        """Number of block copies to swap a group out and in. Blocks that other groups hold on the device stay there."""
         pairs = zip(self._on_device.tables_of(group), self._on_device.contents(group), strict=True)
         filled = {c for (number, s, _), contents in pairs for c in contents[: self._num_filled(number, s)]}
         filled.discard(NO_BLOCK)

@@ -23,7 +23,7 @@ class TableSizes:
     num_blocks: int
     num_lookahead_slots: int
     max_chunk: int
-    """Tokens of the largest chunk, with lookahead slots."""
+    """Maximum number of tokens of a chunk, plus lookahead slots."""
 
     def blocks_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self.layers.block_size) if self.num_blocks else 0

@@ -11,15 +11,15 @@ from math import lcm
 MAX_SPAN = 256
 """Tokens. Prefixes are cached at multiples of a span, the least common multiple of the groups' blocks."""
 MAX_UNUSED = 0.1
-"""Share of a block's bytes that may stay unused."""
+"""Maximum unused share of a block's bytes."""
 MAX_UNUSED_WITHOUT_WINDOW = 0.05
-"""The same for layers without a window, which hold most blocks of long contexts."""
+"""Maximum unused share of blocks for layers without a window, which hold most blocks of long contexts."""
 
 
 @dataclass(frozen=True)
 class LayerGroup:
     layers: tuple[int, ...]
-    """Their numbers in the network."""
+    """Numbers of the layers in the network."""
     window: int
     """Tokens that each token attends to, including itself; 0 means all. The largest of the layers' windows."""
     block_size: int
@@ -32,8 +32,11 @@ class LayerGroup:
 
 
 def group_layers(windows: Sequence[int | None], block_size: int, max_model_len: int) -> tuple[LayerGroup, ...]:
-    """The layers without a window, then those with one; no groups if all layers are of one kind. windows: of each
-    layer. block_size: tokens of the smaller blocks. A window of `max_model_len` tokens counts as none."""
+    """The group of layers without a window, then the group of layers with a window; () if all layers are of one kind.
+
+    windows: each layer's window in tokens. A window of `max_model_len` tokens or more counts as no window.
+    block_size: tokens of a block in the group with more layers.
+    """
     limited = [window is not None and window < max_model_len for window in windows]
     whole = tuple(number for number, is_limited in enumerate(limited) if not is_limited)
     recent = tuple(number for number, is_limited in enumerate(limited) if is_limited)
@@ -47,7 +50,8 @@ def group_layers(windows: Sequence[int | None], block_size: int, max_model_len: 
 
 
 def _tokens_of_fewer(num_fewer: int, num_more: int, block_size: int, is_whole: bool) -> int:
-    """Tokens of a block of the group with fewer layers: few bytes unused, and prefixes found at small multiples."""
+    """Block size in tokens of the group with fewer layers. Among sizes that leave few bytes unused, the one with the
+    smallest span."""
 
     def unused(tokens: int) -> tuple[float, float]:
         """Unused shares of the blocks without and with a window."""
