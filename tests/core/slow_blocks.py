@@ -1,21 +1,26 @@
 """The blocks of the slow scheduler: objects without numbers or reference counts; all tables are searched instead.
 
-There are two pools, "device" and "host". A block's key is the salt and all tokens up to its end. Free cached blocks are
-in a list, least recently freed first; the first is evicted when no other is free.
+There are two pools, "device" and "host". A sequence has a table for each group of layers, with `None` for freed blocks.
+Free cached blocks are in a list, least recently freed first; the first is evicted when no other is free.
+
+A page is `block_size` tokens, and the blocks that hold them in every group of layers. Caching begins and ends at pages:
+a block's key is the salt, all tokens up to its page's end, and its place. A page is named by the first group's last
+key.
 """
 
 from fractions import Fraction
 from itertools import takewhile
 from math import inf
 
-from slow_groups import Block, Key, SlowGroup, SlowSequence
+from slow_groups import Block, Key, SlowGroup, SlowSequence, Table
 
 from scheduler_service.core import PreemptionMode, SchedulerConfig
+from scheduler_service.core.config import LayerGroup
 
 
 class SlowBlocks:
     def __init__(self, config: SchedulerConfig) -> None:
-        self.config = config
+        self.config, self.layers = config, config.groups
         self.running: list[SlowGroup] = []
         self.swapped: list[SlowGroup] = []
         self.plan: list[tuple[SlowSequence, int, int]] = []  # sequence, tokens, copies on write
@@ -26,8 +31,8 @@ class SlowBlocks:
         groups = self.running + self.swapped
         return [sequence for g in groups for sequence in [*g.sequences, g.encoder] if sequence]
 
-    def tables(self, pool: str) -> list[list[Block | None]]:
-        return [getattr(sequence, pool) or [] for sequence in self.sequences()]
+    def tables(self, pool: str) -> list[Table]:
+        return [table for sequence in self.sequences() for table in getattr(sequence, pool) or []]
 
     def holders(self, block: Block | None) -> int:
         return sum(block in table for table in self.tables("device") + self.tables("host")) if block else 0
@@ -36,7 +41,8 @@ class SlowBlocks:
         """Blocks in any table, or in one of another group."""
         groups = [group for group in self.running + self.swapped if group not in (but_by or [])]
         sequences = [sequence for g in groups for sequence in [*g.sequences, g.encoder] if sequence]
-        return {block for sequence in sequences for block in getattr(sequence, pool) or ()} - {None}
+        tables = [table for sequence in sequences for table in getattr(sequence, pool) or ()]
+        return {block for table in tables for block in table} - {None}
 
     @property
     def num_free(self) -> int:
@@ -58,56 +64,64 @@ class SlowBlocks:
             self.let_go[pool].pop(0).key = None
         return Block()
 
-    def drop_blocks(self, sequence: SlowSequence, end: int | None = None, pool: str = "device") -> None:
+    def drop_blocks(self, table: Table, end: int | None = None, pool: str = "device") -> None:
         """Free a table's first blocks, the last of them first."""
-        table = getattr(sequence, pool) or []
         for index in reversed(range(len(table) if end is None else end)):
             block, table[index] = table[index], None
             if block and block.key and block.is_found and not self.holders(block):
                 self.let_go[pool].append(block)
 
-    def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.config.block_size)
+    def drop_tables(self, sequence: SlowSequence, pool: str = "device") -> None:
+        for table in getattr(sequence, pool) or ():
+            self.drop_blocks(table, pool=pool)
 
-    @property
-    def most_in_window(self) -> int:
-        """Blocks that the window and a chunk touch."""
-        return self.config.groups[0].blocks_within_window(
-            self.config.max_num_batched_tokens + self.config.num_lookahead_slots
-        )
+    def drop_behind_windows(self, sequence: SlowSequence) -> None:
+        """Free the blocks that no token attends to after those that no draft's rejection takes back."""
+        for layers, table in zip(self.layers, sequence.device or (), strict=False):
+            self.drop_blocks(table, self.first_needed(layers, sequence.computed - sequence.num_drafted))
 
-    def first_needed(self, num_tokens: int) -> int:
+    # ---- sizes, in blocks of a group of layers
+
+    def blocks_for(self, layers: LayerGroup, num_tokens: int) -> int:
+        return -(-num_tokens // layers.block_size)
+
+    def entries_for(self, layers: LayerGroup, num_tokens: int) -> int:
+        """Entries of a table for these tokens and the drafts behind them."""
+        return self.blocks_for(layers, num_tokens + self.config.num_lookahead_slots)
+
+    def first_needed(self, layers: LayerGroup, num_tokens: int) -> int:
         """The first block that tokens after these attend to."""
-        window = self.config.sliding_window
-        return max(0, num_tokens - window + 1) // self.config.block_size if window else 0
+        return max(0, num_tokens - layers.window + 1) // layers.block_size if layers.window else 0
 
-    def first_blocks(self, sequence: SlowSequence, num_cached: int = 0) -> int:
-        """Entries of a new table whose first blocks are cached."""
-        needed = self.blocks_for(len(sequence.token_ids) + self.config.num_lookahead_slots)
-        if not self.config.sliding_window:
+    def most_in_window(self, layers: LayerGroup) -> int:
+        """Blocks that a chunk and the window before it touch if they begin with the last slot of a block."""
+        chunk = self.config.max_num_batched_tokens + self.config.num_lookahead_slots
+        return self.blocks_for(layers, layers.block_size - 1 + layers.window - 1 + chunk)
+
+    def in_window(self, layers: LayerGroup, num_blocks: int) -> int:
+        return min(num_blocks, self.most_in_window(layers)) if layers.window else num_blocks
+
+    def first_entries(self, layers: LayerGroup, sequence: SlowSequence, num_cached: int = 0) -> int:
+        """Entries of a new table whose first tokens are cached."""
+        needed = self.entries_for(layers, len(sequence.token_ids))
+        if not layers.window:
             return needed
-        return min(needed, self.first_needed(num_cached * self.config.block_size) + self.most_in_window)
+        return min(needed, self.first_needed(layers, num_cached) + self.most_in_window(layers))
 
     def blocks_of(self, group: SlowGroup) -> int:
         """Blocks of all sequences; those of the prompt that a follower always shares with the leader count once."""
         leader, *followers = group.live
-        in_encoder = self.blocks_for(len(group.encoder_tokens))
-        return (
-            in_encoder
-            + self.first_blocks(leader)
-            + sum(
-                self.in_window(self.blocks_for(len(f.token_ids) + self.config.num_lookahead_slots) - self.num_shared(f))
-                for f in followers
-            )
-        )
+        needed = self.blocks_for(self.layers[0], len(group.encoder_tokens))
+        for layers in self.layers:
+            needed += self.first_entries(layers, leader)
+            for follower in followers:
+                own = self.entries_for(layers, len(follower.token_ids)) - self.num_shared(layers, follower)
+                needed += self.in_window(layers, own)
+        return needed
 
-    def in_window(self, num_blocks: int) -> int:
-        return min(num_blocks, self.most_in_window) if self.config.sliding_window else num_blocks
-
-    def num_shared(self, follower: SlowSequence) -> int:
+    def num_shared(self, layers: LayerGroup, follower: SlowSequence) -> int:
         """Full blocks that a follower shares: the prompt's, or one token less if its first output is not sampled."""
-        start = min(len(follower.group.prompt), len(follower.token_ids) - 1)
-        return start // self.config.block_size
+        return min(len(follower.group.prompt), len(follower.token_ids) - 1) // layers.block_size
 
     def never_fits(self, group: SlowGroup) -> bool:
         """Whether all outputs at their longest exceed the empty pool."""
@@ -116,88 +130,114 @@ class SlowBlocks:
         sequences = list(group.live)
         while len(sequences) < group.num_seqs:  # beams, which go on from the whole prompt
             sequences.append(SlowSequence(group, 0, [*group.prompt, 0]))
-        in_prompt = prompt // config.block_size
-        needed = self.in_window(in_prompt)
-        for number, sequence in enumerate(sequences):
-            stored = max(len(sequence.token_ids), longest - 1)
-            own = self.blocks_for(stored + config.num_lookahead_slots)
-            needed += self.in_window(own - (self.num_shared(sequence) if number else in_prompt))
-        if config.sliding_window:
-            needed = min(needed, len(sequences) * self.most_in_window)
-        return needed + self.blocks_for(len(group.encoder_tokens)) > config.num_device_blocks
+        in_all = self.blocks_for(self.layers[0], len(group.encoder_tokens))
+        for layers in self.layers:
+            in_prompt = prompt // layers.block_size
+            needed = self.in_window(layers, in_prompt)
+            for number, sequence in enumerate(sequences):
+                own = self.entries_for(layers, max(len(sequence.token_ids), longest - 1))
+                own -= self.num_shared(layers, sequence) if number else in_prompt
+                needed += self.in_window(layers, own)
+            if layers.window:
+                needed = min(needed, len(sequences) * self.most_in_window(layers))
+            in_all += needed
+        return in_all > config.num_device_blocks
 
-    def key_of(self, sequence: SlowSequence, index: int) -> Key:
-        """The key, which includes the encoder's input."""
-        tokens = tuple(sequence.token_ids[: (index + 1) * self.config.block_size])
+    # ---- the prefix cache
+
+    def in_page(self, number: int) -> int:
+        """Blocks of a page in a group of layers."""
+        return self.config.block_size // self.layers[number].block_size
+
+    def key_of(self, sequence: SlowSequence, number: int, index: int) -> Key:
+        """The key of a block in a group of layers, which includes the encoder's input."""
+        tokens = tuple(sequence.token_ids[: (index // self.in_page(number) + 1) * self.config.block_size])
         of_group = sequence.group.root, tuple(sequence.group.encoder_tokens)
-        return (*of_group, f"encoder's {index}" if sequence.is_encoder else tokens)
+        return (*of_group, "of the encoder" if sequence.is_encoder else tokens, number, index)
+
+    def key_of_page(self, sequence: SlowSequence, page: int) -> Key:
+        return self.key_of(sequence, 0, (page + 1) * self.in_page(0) - 1)
+
+    def last_offered(self, sequence: SlowSequence) -> Block | None:
+        """The block that names the last page that was offered to the cache, unless it is behind the window."""
+        end = sequence.num_offered * self.in_page(0)
+        return (sequence.device or sequence.host)[0][end - 1] if end else None
 
     def find(self, key: Key | None, pool: str = "device") -> Block | None:
         there = [block for table in self.tables(pool) for block in table if block] + self.let_go[pool]
         return next((block for block in there if key and block.key == key and block.is_found), None)
 
-    def cached(self, sequence: SlowSequence) -> list[Block | None]:
-        """The longest prefix of which everything is cached that later tokens attend to."""
-        most = (len(sequence.token_ids) - 1) // self.config.block_size if self.config.prefix_caching else 0
-        if self.config.sliding_window and len(sequence.group.live) > 1:  # whose windows the others share
+    def most_cached(self, sequence: SlowSequence) -> int:
+        """Pages that may be found: the last token is computed for its logits."""
+        return (len(sequence.token_ids) - 1) // self.config.block_size if self.config.prefix_caching else 0
+
+    def cached(self, sequence: SlowSequence) -> tuple[int, list[Table]]:
+        """The pages of the longest prefix of which all groups of layers have the blocks that later tokens attend to,
+        and those blocks."""
+        most = self.most_cached(sequence)
+        if any(layers.window for layers in self.layers) and len(sequence.group.live) > 1:  # others share its windows
             at_fork = min(len(sequence.group.prompt), *(len(other.token_ids) - 1 for other in sequence.group.live))
             most = min(most, at_fork // self.config.block_size)
-        for length in range(most, 0, -1):
-            start = self.first_needed(length * self.config.block_size)
-            found = [self.find(self.key_of(sequence, index)) for index in range(start, length)]
-            if None not in found:
-                return [None] * start + found
-        return []
+        for num_pages in range(most, -1, -1):
+            tables = [self.cached_table(sequence, number, num_pages) for number in range(len(self.layers))]
+            if None not in tables:
+                return num_pages, tables
+        raise AssertionError("no block is lacking of no tokens")
+
+    def cached_table(self, sequence: SlowSequence, number: int, num_pages: int) -> Table | None:
+        start = self.first_needed(self.layers[number], num_pages * self.config.block_size)
+        places = range(start, num_pages * self.in_page(number))
+        found = [self.find(self.key_of(sequence, number, index)) for index in places]
+        return None if None in found else [None] * start + found
 
     def num_in_run(self, sequence: SlowSequence) -> int:
-        """Leading blocks that are cached."""
-        most = (len(sequence.token_ids) - 1) // self.config.block_size if self.config.prefix_caching else 0
-        there = (self.find(self.key_of(sequence, index)) is not None for index in range(most))
-        return sum(1 for _ in takewhile(bool, there))
+        """Leading pages whose names are cached."""
+        pages = range(self.most_cached(sequence))
+        return sum(1 for _ in takewhile(lambda page: self.find(self.key_of_page(sequence, page)), pages))
 
-    def cached_encoder(self, group: SlowGroup) -> list[Block]:
+    def cached_encoder(self, group: SlowGroup) -> Table:
         """All of an encoder's blocks, or none."""
-        found: list[Block | None] = []
+        found: Table = []
         if group.encoder and self.config.prefix_caching:
-            num_blocks = self.blocks_for(len(group.encoder_tokens))
-            found = [self.find(self.key_of(group.encoder, index)) for index in range(num_blocks)]
-        return [] if None in found else [block for block in found if block]
+            num_blocks = self.blocks_for(self.layers[0], len(group.encoder_tokens))
+            found = [self.find(self.key_of(group.encoder, 0, index)) for index in range(num_blocks)]
+        return [] if None in found else found
 
     def expected(self) -> set[Key]:
-        """Keys of blocks that running sequences will compute."""
+        """Names of pages that running sequences will compute."""
         return {
-            self.key_of(other, index)
+            self.key_of_page(other, page)
             for group in self.running
             for other in group.live
-            for index in range(other.num_offered, other.num_expected)
+            for page in range(other.num_offered, other.num_expected)
         }
 
     def awaited(self, sequence: SlowSequence, num_cached: int) -> Key | None:
-        """The key behind the cached ones, if its block is expected."""
-        if not self.config.prefix_caching:
+        """The name behind the cached ones, if its page is expected."""
+        if num_cached >= self.most_cached(sequence):
             return None
-        if num_cached >= (len(sequence.token_ids) - 1) // self.config.block_size:
-            return None
-        key = self.key_of(sequence, num_cached)
+        key = self.key_of_page(sequence, num_cached)
         return key if key in self.expected() else None
 
-    def offer(self, sequence: SlowSequence, num_tokens: int) -> None:
-        """Cache the full blocks of computed tokens, unless their keys are cached already."""
+    def offer(self, sequence: SlowSequence, num_tokens: int) -> list[Block]:
+        """Cache the full pages of computed tokens, unless their keys are cached already. Returns their blocks."""
         pool = "device" if sequence.device is not None else "host"
-        table = getattr(sequence, pool)
-        if table is None or not self.config.prefix_caching:
-            return
-        num_full = num_tokens // self.config.block_size
+        tables, start = getattr(sequence, pool), sequence.num_offered
+        end = num_tokens // self.config.block_size
         if sequence.is_encoder:  # whose last block never has more in it
-            num_full = self.blocks_for(num_tokens)
-        last = table[sequence.num_offered - 1] if sequence.num_offered and num_full > sequence.num_offered else None
-        if last and last.key is None:
+            end = self.blocks_for(self.layers[0], num_tokens)
+        if tables is None or not self.config.prefix_caching or end <= start:
+            return []
+        if (last := self.last_offered(sequence)) and last.key is None:
             sequence.num_expected = 0  # what is behind a withdrawn block is not found
-            return
-        for index in range(sequence.num_offered, num_full):
-            if table[index]:
-                self.name(table[index], self.key_of(sequence, index), pool)
-            sequence.num_offered = index + 1
+            return []
+        sequence.num_offered, offered = end, []
+        for number, table in enumerate(tables):
+            for index in range(start * self.in_page(number), min(len(table), end * self.in_page(number))):
+                if table[index]:
+                    self.name(table[index], self.key_of(sequence, number, index), pool)
+                    offered.append(table[index])
+        return offered
 
     def name(self, block: Block, key: Key | None, pool: str) -> None:
         if block.key is None and key:
@@ -214,7 +254,8 @@ class SlowBlocks:
         return len(found)
 
     def fork(self, parent: SlowSequence, child: SlowSequence, num_tokens: int) -> None:
-        child.device = parent.device[: self.blocks_for(num_tokens)]
+        pairs = zip(self.layers, parent.device, strict=True)
+        child.device = [table[: self.blocks_for(layers, num_tokens)] for layers, table in pairs]
         child.computed = child.stored = num_tokens
         child.parent = parent
         child.num_offered = min(parent.num_offered, num_tokens // self.config.block_size)
@@ -223,45 +264,57 @@ class SlowBlocks:
         """Tokens that the step computes of the sequence, as planned so far."""
         return sum(num_tokens for other, num_tokens, _ in self.plan if other is sequence)
 
+    def written(self, sequence: SlowSequence, layers: LayerGroup, num_tokens: int) -> range:
+        """The blocks that these tokens and drafts are written to, behind what the step has planned already."""
+        start = (sequence.computed + self.planned(sequence)) // layers.block_size
+        return range(start, self.entries_for(layers, sequence.computed + num_tokens))
+
     def num_new_blocks(
-        self, chunks: list[tuple[SlowSequence, int]], moved: dict[SlowSequence, list[Block | None]] | None = None
+        self, chunks: list[tuple[SlowSequence, int]], moved: dict[SlowSequence, list[Table]] | None = None
     ) -> int:
         """Blocks to add, and a copy for every writer of a shared block but the last, tried on lists."""
-        tables = {s: list(s.device or ()) for s in self.sequences()} | (moved or {})
+        tables = {s: s.device or [] for s in self.sequences()} | (moved or {})
+        tables = {s: [[*table] for table in its_tables] for s, its_tables in tables.items()}
         num_new = 0
         for sequence, num_tokens in chunks:
-            if sequence.is_encoder:
-                continue  # it has all of its blocks
-            table = tables[sequence]
-            end = self.blocks_for(sequence.computed + num_tokens + self.config.num_lookahead_slots)
-            for index in range((sequence.computed + self.planned(sequence)) // self.config.block_size, end):
-                if index >= len(table):
-                    table.append(Block())
-                    num_new += 1
-                elif sum(table[index] in other for other in tables.values()) > 1:
-                    table[index] = Block()
-                    num_new += 1
+            for layers, table in zip(self.layers, tables[sequence], strict=True):
+                if sequence.is_encoder:
+                    continue  # it has all of its blocks
+                for index in self.written(sequence, layers, num_tokens):
+                    if index >= len(table):
+                        table.append(Block())
+                        num_new += 1
+                    elif sum(table[index] in other for its_tables in tables.values() for other in its_tables) > 1:
+                        table[index] = Block()
+                        num_new += 1
         return num_new
 
     def append_slots(self, sequence: SlowSequence, num_tokens: int) -> int:
         """Returns the number of copies. An encoder's and planned tokens' blocks exist already."""
-        if sequence.is_encoder:
-            return 0
-        num_copies, table = 0, sequence.device
-        end = self.blocks_for(sequence.computed + num_tokens + self.config.num_lookahead_slots)
-        for index in range((sequence.computed + self.planned(sequence)) // self.config.block_size, end):
-            if index >= len(table):
-                table.append(self.new_block("device"))
-            elif self.holders(table[index]) > 1:
-                table[index] = self.new_block("device")
-                num_copies += 1
-            else:
-                table[index].key = None
+        num_copies = 0
+        for layers, table in zip(self.layers, sequence.device, strict=True):
+            if sequence.is_encoder:
+                continue
+            for index in self.written(sequence, layers, num_tokens):
+                if index >= len(table):
+                    table.append(self.new_block("device"))
+                elif self.holders(table[index]) > 1:
+                    table[index] = self.new_block("device")
+                    num_copies += 1
+                else:
+                    table[index].key = None
         return num_copies
+
+    def filled_blocks(self, sequence: SlowSequence, tables: list[Table]) -> list[Block]:
+        """The blocks with tokens in them."""
+        pairs = zip(self.layers, tables, strict=False)
+        filled = [table[: self.blocks_for(layers, sequence.computed)] for layers, table in pairs]
+        return [block for table in filled for block in table if block]
 
     def mode_for(self, group: SlowGroup) -> PreemptionMode:
         config = self.config
-        contents = {block.key or block for s in group.live_and_encoder for block in s.device or () if block}
+        tables = [table for s in group.live_and_encoder for table in s.device or ()]
+        contents = {block.key or block for table in tables for block in table if block}
         num_taken = sum(self.find_content(content, "host") not in self.held("host") for content in contents)
         if config.preemption_mode is PreemptionMode.RECOMPUTE or num_taken > self.num_host_free:
             return PreemptionMode.RECOMPUTE
@@ -279,9 +332,9 @@ class SlowBlocks:
         """Blocks to copy out that the host lacks, and those to copy back that no other group keeps."""
         num_copies, seen = 0, []
         for sequence in group.live_and_encoder:
-            for block in (sequence.device or [])[: self.blocks_for(sequence.computed)]:
-                content = block and (block.key or block)
-                if block and content not in seen:
+            for block in self.filled_blocks(sequence, sequence.device or []):
+                content = block.key or block
+                if content not in seen:
                     seen.append(content)
                     num_copies += self.find_content(content, "host") is None
                     num_copies += self.find_content(content, "device") not in self.held("device", but_by=[group])
@@ -290,8 +343,8 @@ class SlowBlocks:
     def num_tokens_to_recompute(self, group: SlowGroup) -> int:
         leader, *followers = group.live
         kept = 0
-        for index in range((len(leader.token_ids) - 1) // self.config.block_size if self.config.prefix_caching else 0):
-            if self.find(self.key_of(leader, index)) not in self.held("device", but_by=[group]):
+        for page in range(self.most_cached(leader)):
+            if self.find(self.key_of_page(leader, page)) not in self.held("device", but_by=[group]):
                 break
             kept += self.config.block_size
         in_outputs = max(0, leader.computed - kept) + sum(max(0, f.computed - f.num_prompt_tokens) for f in followers)
@@ -302,15 +355,18 @@ class SlowBlocks:
 
     def num_blocks_back(self, group: SlowGroup, *, alone: bool) -> int:
         """Free blocks that a swapped group needs to return and go on, alone or now."""
-        back: dict[SlowSequence, list[Block | None]] = {}
+        back: dict[SlowSequence, list[Table]] = {}
         arrived: dict[Block | Key, Block] = {}
         for sequence in group.live_and_encoder:
             if sequence.host is not None:
-                there = [block and (None if alone else self.find(block.key)) for block in sequence.host]
-                pairs = zip(there, sequence.host, strict=True)
-                back[sequence] = [t or (b and arrived.setdefault(b.key or b, b)) for t, b in pairs]
+                back[sequence] = [[*table] for table in sequence.host]
+                for table in back[sequence]:
+                    for index, block in enumerate(table):
+                        there = self.find(block.key) if block and not alone else None
+                        table[index] = there or (block and arrived.setdefault(block.key or block, block))
         there_already = set() if alone else self.held("device")
-        num_back = len({block for table in back.values() for block in table} - {None} - there_already)
+        all_back = {block for tables in back.values() for table in tables for block in table}
+        num_back = len(all_back - {None} - there_already)
         chunks = [(sequence, min(sequence.uncomputed, self.config.max_num_batched_tokens)) for sequence in back]
         if alone:
             others = {sequence: [] for sequence in self.sequences() if sequence not in back}
@@ -322,22 +378,30 @@ class SlowBlocks:
         source, target = ("device", "host") if to_host else ("host", "device")
         sequences = [sequence for sequence in group.live_and_encoder if getattr(sequence, source) is not None]
         for sequence in sequences:  # what is there is held before anything is given up for the rest
-            there = [block and self.find(block.key, target) for block in getattr(sequence, source)]
+            there = [[block and self.find(block.key, target) for block in table] for table in getattr(sequence, source)]
             setattr(sequence, target, there)
-            self.let_go[target] = [block for block in self.let_go[target] if block not in there]
+            found = [block for table in there for block in table]
+            self.let_go[target] = [block for block in self.let_go[target] if block not in found]
         copy_of: dict[Block, Block] = {}
         num_copies = 0
+        for number in range(len(self.layers)):
+            for sequence in sequences:
+                if number >= len(getattr(sequence, source)):
+                    continue  # an encoder has one table
+                filled = self.filled_blocks(sequence, getattr(sequence, source))
+                table = getattr(sequence, target)[number]
+                for index, block in enumerate(getattr(sequence, source)[number]):
+                    if block and table[index] is None:
+                        table[index] = self.find(block.key, target) or copy_of.get(block)
+                    if block and table[index] is None:
+                        table[index] = copy_of[block] = self.new_block(target)
+                        self.name(copy_of[block], block.key, target)
+                        num_copies += block in filled
+        for number in range(len(self.layers)):
+            for sequence in sequences:
+                for table in getattr(sequence, source)[number : number + 1]:
+                    self.drop_blocks(table, pool=source)
         for sequence in sequences:
-            table = getattr(sequence, target)
-            for index, block in enumerate(getattr(sequence, source)):
-                if block and table[index] is None:
-                    table[index] = self.find(block.key, target) or copy_of.get(block)
-                if block and table[index] is None:
-                    table[index] = copy_of[block] = self.new_block(target)
-                    self.name(copy_of[block], block.key, target)
-                    num_copies += index < self.blocks_for(sequence.computed)
-        for sequence in sequences:
-            self.drop_blocks(sequence, pool=source)
             setattr(sequence, source, None)
             sequence.is_table_known = False
         return num_copies

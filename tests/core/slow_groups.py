@@ -5,8 +5,9 @@ import itertools
 from scheduler_service.core import SamplingParams, SequenceStatus
 from scheduler_service.core.groups.beam_search import BeamSearch
 
-Key = tuple[bytes, tuple[int, ...], tuple[int, ...] | str]
-"""A salt, the encoder's tokens, and the decoder's tokens up to a block's end, or the name of the encoder's block."""
+Key = tuple[bytes, tuple[int, ...], tuple[int, ...] | str, int, int]
+"""A salt, the encoder's tokens, the decoder's tokens up to a page's end or a word for the encoder, and the place of a
+block: its group of layers, and its index there."""
 
 
 class Block:
@@ -14,6 +15,9 @@ class Block:
 
     key: Key | None = None
     is_found = False
+
+
+Table = list[Block | None]
 
 
 class SlowSequence:
@@ -31,10 +35,10 @@ class SlowSequence:
     def begin_anew(self) -> None:
         self.num_lives += 1
         self.computed = self.stored = 0  # by the steps planned, and by those answered
-        self.num_offered = 0  # blocks that were offered to the prefix cache
-        self.num_expected = 0  # blocks that it is known to be going to compute
-        self.device: list[Block | None] | None = None
-        self.host: list[Block | None] | None = None
+        self.num_offered = 0  # pages that were offered to the prefix cache
+        self.num_expected = 0  # pages that it is known to be going to compute
+        self.device: list[Table] | None = None  # a table for each group of layers; an encoder has one
+        self.host: list[Table] | None = None
         self.is_known = False
         self.is_table_known = False
         self.parent: SlowSequence | None = None  # whose tokens it begins with, and how many
@@ -94,7 +98,7 @@ class SlowGroup:
         self.rank = (0, 0)
         self.number = 0  # in the order of arrival
         self.num_cached: int | None = None
-        self.first_missing: int | None = None  # block, while it waits for others
+        self.first_missing: int | None = None  # page, while it waits for others
         self.waits_until = 0.0
         self.num_overtaken = 0
         self.beams = BeamSearch(sampling) if sampling.beam_width else None

@@ -58,9 +58,10 @@ class SlowScheduler(SlowBlocks):
         if sequence.is_encoder:
             to_read = sequence.token_ids if sequence.uncomputed and not sequence.is_known else []
             adapter = "" if sequence.is_known else sequence.group.lora
-            return 256 + 5 * (len(sequence.device) + len(to_read)) + 4 * len(adapter)
-        num_slots = sequence.computed + num_tokens + self.config.num_lookahead_slots
-        numbers = [None] * max(self.blocks_for(num_slots), len(sequence.device))
+            return 256 + 5 * (len(sequence.device[0]) + len(to_read)) + 4 * len(adapter)
+        numbers = []
+        for layers, table in zip(self.layers, sequence.device, strict=True):
+            numbers += [None] * max(self.entries_for(layers, sequence.computed + num_tokens), len(table))
         sampling, lists, name = sequence.group.sampling, [], ""
         if not sequence.is_known and sequence.parent is not None and sequence.parent.is_known:
             numbers += sequence.token_ids[sequence.num_parents_tokens :]
@@ -97,9 +98,8 @@ class SlowScheduler(SlowBlocks):
         has_work = self.running or self.swapped or self.queue.groups or self.ended
         to_try = set(self.adapters.unused) if has_work else set()
         for group in self.running:
-            for sequence in group.live if self.config.sliding_window else ():
-                first_needed = max(0, sequence.computed - sequence.num_drafted - self.config.sliding_window + 1)
-                self.drop_blocks(sequence, min(first_needed // self.config.block_size, len(sequence.device or ())))
+            for sequence in group.live:
+                self.drop_behind_windows(sequence)
         ready = [group for group in self.running if not group.is_behind]
         behind = [group for group in self.running if group.is_behind]
         began = None
@@ -162,11 +162,9 @@ class SlowScheduler(SlowBlocks):
 
     def tell_of(self, sequence: SlowSequence, num_tokens: int) -> None:
         """The step's tokens are cached from now on, and the rest of the known tokens is expected."""
-        before = sequence.num_offered
         if num_tokens > 1 or sequence.is_encoder:
-            self.offer(sequence, min(sequence.computed + num_tokens, len(sequence.token_ids)))
-        self.filled += sequence.device[before : sequence.num_offered]
-        last = sequence.device[sequence.num_offered - 1] if sequence.num_offered else None
+            self.filled += self.offer(sequence, min(sequence.computed + num_tokens, len(sequence.token_ids)))
+        last = self.last_offered(sequence)
         is_found = last is None or last.key is not None
         if not sequence.is_encoder and is_found and sequence.uncomputed > 1:
             sequence.num_expected = max(sequence.num_expected, len(sequence.token_ids) // self.config.block_size)
@@ -174,7 +172,7 @@ class SlowScheduler(SlowBlocks):
     def is_tied(self, group: SlowGroup) -> bool:
         """Whether the group computes for another in this step, or another for it."""
         others = self.held("device", but_by=[group])
-        own = [block for sequence in group.live_and_encoder for block in sequence.device or ()]
+        own = [block for s in group.live_and_encoder for table in s.device or () for block in table]
         return any(block in self.filled and block in others for block in own)
 
     def chunks_of(self, group: SlowGroup) -> list[tuple[SlowSequence, int]]:
@@ -204,10 +202,11 @@ class SlowScheduler(SlowBlocks):
         copies = sum(num_copies for sequence, _, num_copies in self.plan if sequence.group is group)
         for sequence, _, _ in self.plan:
             if sequence.group is group:  # what is not computed is not found
-                first = sequence.computed // self.config.block_size
-                for block in sequence.device[first : sequence.num_offered]:
-                    block.key = None
-                sequence.num_offered = min(first, sequence.num_offered)
+                for number, table in enumerate(sequence.device):
+                    first = sequence.computed // self.layers[number].block_size
+                    for block in table[first : sequence.num_offered * self.in_page(number)]:
+                        block.key = None
+                sequence.num_offered = min(sequence.computed // self.config.block_size, sequence.num_offered)
         self.plan = [chunk for chunk in self.plan if chunk[0].group is not group]
         is_awaited = group.beams and any(sequence.stored < sequence.computed for sequence in group.live)
         mode = PreemptionMode.RECOMPUTE if copies or is_awaited else self.mode_for(group)
@@ -223,7 +222,7 @@ class SlowScheduler(SlowBlocks):
     def begin_anew(self, group: SlowGroup) -> None:
         self.preempted += [sequence.label for sequence in group.live_and_encoder if sequence.is_known]
         for sequence in group.live_and_encoder:
-            self.drop_blocks(sequence)
+            self.drop_tables(sequence)
             sequence.begin_anew()
         self.running.remove(group)
         self.adapters.left(group)
@@ -272,11 +271,11 @@ class SlowScheduler(SlowBlocks):
         rest = [other for other in self.running if other not in victims]
         held = self.held("device", but_by=victims)
         encoded = self.cached_encoder(group)
-        cached = self.cached(group.live[0])
-        needed = self.blocks_of(group) - sum(block in held for block in [*cached, *encoded])
-        if cached:
-            needed += self.first_blocks(group.live[0], len(cached)) - self.first_blocks(group.live[0])
-            needed -= cached.count(None)
+        num_pages, cached = self.cached(leader := group.live[0])
+        needed = self.blocks_of(group) - sum(block in held for table in [*cached, encoded] for block in table)
+        for layers, table in zip(self.layers, cached, strict=True):
+            first_entries = self.first_entries(layers, leader, num_pages * self.config.block_size)
+            needed += first_entries - self.first_entries(layers, leader) - table.count(None)
         num_reserved = self.num_reserved if rest else 0
         if not self.tokens_left_without(victims):
             return False
@@ -371,19 +370,20 @@ class SlowScheduler(SlowBlocks):
                 most = min(len(group.prompt) + group.sampling.max_tokens, self.config.max_sequence_tokens)
                 sequence.max_num_tokens = max(most, len(group.prompt) + 1)
             leader, encoder = group.live[0], group.encoder
-            leader.device, encoded = self.cached(leader), self.cached_encoder(group)
-            found = leader.device + encoded
+            leader.num_offered, leader.device = self.cached(leader)
+            encoded = self.cached_encoder(group)
+            found = [block for table in [*leader.device, encoded] for block in table]
             self.let_go["device"] = [block for block in self.let_go["device"] if block not in found]
             if encoder:
-                encoder.device, encoder.num_offered = encoded, len(encoded)
+                encoder.device, encoder.num_offered = [encoded], len(encoded)
                 encoder.computed = encoder.stored = len(encoder.token_ids) if encoded else 0
-                while len(encoder.device) < self.blocks_for(len(encoder.token_ids)):
-                    encoder.device.append(self.new_block("device"))
-            leader.num_offered = len(leader.device)
-            leader.computed = leader.stored = len(leader.device) * self.config.block_size
-            first_blocks = self.first_blocks(leader, len(leader.device))
-            while len(leader.device) < first_blocks:
-                leader.device.append(self.new_block("device"))
+                while len(encoded) < self.blocks_for(self.layers[0], len(encoder.token_ids)):
+                    encoded.append(self.new_block("device"))
+            leader.computed = leader.stored = leader.num_offered * self.config.block_size
+            for layers, table in zip(self.layers, leader.device, strict=True):
+                first_entries = self.first_entries(layers, leader, leader.computed)
+                while len(table) < first_entries:
+                    table.append(self.new_block("device"))
             if group.num_cached is None:
                 group.num_cached = leader.computed + (encoder.computed if encoder else 0)
                 self.queue.charge(group, len(group.prompt) + len(group.encoder_tokens))
@@ -560,8 +560,8 @@ class SlowScheduler(SlowBlocks):
                 self.queue.leave(group)
 
     def leave_worker(self, sequence: SlowSequence) -> None:
-        self.drop_blocks(sequence)
-        self.drop_blocks(sequence, pool="host")
+        self.drop_tables(sequence)
+        self.drop_tables(sequence, pool="host")
         sequence.device = sequence.host = None
         if sequence.is_known:
             self.ended.append(sequence)

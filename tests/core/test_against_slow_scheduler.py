@@ -17,6 +17,7 @@ from workloads import (
     sharing,
     with_encoder,
     with_few_adapters,
+    with_layer_groups,
     with_shared_prefixes,
 )
 
@@ -208,25 +209,30 @@ class Both:
 
 
 @settings(max_examples=400)
-@given(st.integers(0, 2**32), st.lists(st.booleans(), min_size=18, max_size=18), st.booleans())
-@example(7300, [i in (4, 11, 12) for i in range(18)], False)  # tokens that a preempted group gives back are handed out
-@example(73633789, [i in (4, 6) for i in range(18)], False)  # a group whose leader ended is new again in the same step
-def test_every_decision_is_that_of_the_slow_scheduler(seed: int, takes_part: list[bool], share: bool) -> None:
+@given(st.integers(0, 2**32), st.lists(st.booleans(), min_size=18, max_size=18), st.booleans(), st.just(True))
+@example(7300, [i in (4, 11, 12) for i in range(18)], False, False)  # tokens that a preempted group gives back are handed out
+@example(73633789, [i in (4, 6) for i in range(18)], False, False)  # a group whose leader ended is new again in the same step
+def test_every_decision_is_that_of_the_slow_scheduler(
+    seed: int, takes_part: list[bool], share: bool, divides_layers: bool
+) -> None:
     """What may happen follows from the seed; which requests take part is chosen, so that a failure shrinks to few, and
-    whether they share their prompts. A step's looks at those that wait for a prefix may end early."""
+    whether they share their prompts. Most workers' layers form one to four groups with a table each. A step's looks at those that wait for a prefix may end early."""
     with mock.patch.object(waiting_queue, "MAX_SHARING", Random(f"{seed} most").choice([1, 2, 256])):
-        compare_decisions(seed, takes_part, share=share)
+        compare_decisions(seed, takes_part, share=share, divides_layers=divides_layers)
 
 
-def compare_decisions(seed: int, takes_part: list[bool], *, share: bool) -> None:
+def compare_decisions(seed: int, takes_part: list[bool], *, share: bool, divides_layers: bool) -> None:
     rng = Random(seed)
     config = with_few_adapters(random_config(rng, (2, 5, 7, 8, 9, 10, 11, 12, 14, 16, 20)), seed)
     if share:
         config = with_shared_prefixes(config, seed)
+    if divides_layers:
+        config = with_layer_groups(config, seed)
     both = Both(config, rng.choice(["fcfs", "priority", "priority", "fair"]), overtakes=rng.randint(1, 6))
     max_in_flight = rng.randint(1, 4)
     numbers = [number for number, takes in enumerate(takes_part) if takes]
-    workload = [random_event(Random(f"{seed} {i}"), i, has_encoder=seed % 2 == 1, shares=share) for i in numbers]
+    has_encoder = seed % 2 == 1 and config.max_num_encoder_tokens > 0
+    workload = [random_event(Random(f"{seed} {i}"), i, has_encoder=has_encoder, shares=share) for i in numbers]
     in_flight: list[tuple[SchedulerOutput, SlowStep]] = []
     drafts, adapters, resets = (Random(f"{seed} {name}") for name in ("drafts", "adapters", "resets"))
     for now in count():
