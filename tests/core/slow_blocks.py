@@ -190,10 +190,12 @@ class SlowBlocks:
         found = [self.find(self.key_of(sequence, number, index)) for index in places]
         return None if None in found else [None] * start + found
 
-    def num_in_run(self, sequence: SlowSequence) -> int:
-        """Leading pages whose names are cached."""
-        pages = range(self.most_cached(sequence))
-        return sum(1 for _ in takewhile(lambda page: self.find(self.key_of_page(sequence, page)), pages))
+    def num_in_run(self, sequence: SlowSequence, known: int) -> int:
+        """Leading pages whose names are cached. Those that were found before count while the last of them is."""
+        if not known or self.find(self.key_of_page(sequence, known - 1)) is None:
+            known = 0
+        pages = range(known, self.most_cached(sequence))
+        return known + sum(1 for _ in takewhile(lambda page: self.find(self.key_of_page(sequence, page)), pages))
 
     def cached_encoder(self, group: SlowGroup) -> Table:
         """All of an encoder's blocks, or none."""

@@ -399,7 +399,7 @@ class SlowScheduler(SlowBlocks):
         if not self.expected():
             return False
         leader, known = group.live[0], group.first_missing
-        first = self.num_in_run(leader)
+        first = self.num_in_run(leader, known or 0)
         if not (key := self.awaited(leader, first)):
             return False
         if known != first or key in self.given_up:

@@ -165,6 +165,7 @@ class PrefixCache:
         self._device, self._host = device, host
         self._block_size = block_size
         self._layers = [one.layers for one in sizes]
+        self._has_windows = any(layers.window for layers in self._layers)
         # A key and a tag find a block of one group of layers. Without a tag, a key finds the first group's last block.
         self._tags = [
             [bytes([number, place]) for place in range(block_size // group.block_size)]
@@ -317,8 +318,9 @@ class PrefixCache:
             run = blocks.find_run(keys)
             return CachedPrefix(len(run) * self._block_size, [run])
         end = len(keys)
-        if sequence.group.has_unforked:  # followers need the window before the first token that they compute themselves
-            first = min(sequence.num_prompt_tokens, *(one.num_tokens - 1 for one in sequence.group.live))
+        if self._has_windows and len(live := sequence.group.live) > 1:
+            # Followers need the window before the first token that they compute themselves.
+            first = min(sequence.num_prompt_tokens, *(one.num_tokens - 1 for one in live))
             end = min(end, first // self._block_size)
         while (missing := self._missing(keys, end)) is not None:
             end = missing
