@@ -155,8 +155,9 @@ class Scheduler:
 
     def _release_behind_window(self) -> None:
         for group in self.running:
-            for sequence in group.live:
-                self.blocks.release_behind_window(sequence)
+            for sequence in group.sequences:
+                if sequence.num_computed_tokens >= sequence.releases_at:
+                    self.blocks.release_behind_window(sequence)
 
     # ---- calls that change the scheduler
 

@@ -210,13 +210,18 @@ class Both:
 
 @settings(max_examples=400)
 @given(st.integers(0, 2**32), st.lists(st.booleans(), min_size=18, max_size=18), st.booleans(), st.just(True))
-@example(7300, [i in (4, 11, 12) for i in range(18)], False, False)  # tokens that a preempted group gives back are handed out
-@example(73633789, [i in (4, 6) for i in range(18)], False, False)  # a group whose leader ended is new again in the same step
+# Tokens that a preempted group gives back are handed out.
+@example(7300, [i in (4, 11, 12) for i in range(18)], False, False)
+# A group whose leader ended is new again in the same step.
+@example(73633789, [i in (4, 6) for i in range(18)], False, False)
+# Groups of layers without a window, which share more of a prompt than followers of a window could.
+@example(2965593632, [i in (11, 13, 14) for i in range(18)], False, True)
 def test_every_decision_is_that_of_the_slow_scheduler(
     seed: int, takes_part: list[bool], share: bool, divides_layers: bool
 ) -> None:
     """What may happen follows from the seed; which requests take part is chosen, so that a failure shrinks to few, and
-    whether they share their prompts. Most workers' layers form one to four groups with a table each. A step's looks at those that wait for a prefix may end early."""
+    whether they share their prompts. Most workers' layers are in one to four groups. A step's looks at those that wait
+    for a prefix may end early."""
     with mock.patch.object(waiting_queue, "MAX_SHARING", Random(f"{seed} most").choice([1, 2, 256])):
         compare_decisions(seed, takes_part, share=share, divides_layers=divides_layers)
 

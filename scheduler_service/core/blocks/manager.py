@@ -11,6 +11,7 @@ them, and steps are done in order.
 
 import enum
 import itertools
+import sys
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -51,7 +52,7 @@ class BlockManager:
         chunk. The first group has no window, if any has none."""
         groups = layer_groups or (LayerGroup(block_size),)
         chunk = max_chunk + num_lookahead_slots
-        self.sizes = [TableSizes(group, num_device_blocks, num_lookahead_slots, chunk) for group in groups]
+        self.sizes = [TableSizes(g, g.block_size, num_device_blocks, num_lookahead_slots, chunk) for g in groups]
         self.block_size = block_size
         self.max_sequence_tokens = max_sequence_tokens or num_device_blocks * block_size - num_lookahead_slots
         self.device = BlockAllocator(num_device_blocks, directory, bit)
@@ -64,30 +65,34 @@ class BlockManager:
         self.tables, self.all_tables = self._on_device.tables, self._on_device.all_tables
         self.host_tables, self.all_host_tables = self._on_host.tables, self._on_host.all_tables
         self._num_known: list[dict[int, int]] = [{} for _ in groups]  # leading table entries that the worker knows
-        self._windows = [number for number, group in enumerate(groups) if group.window]
+        # Every step reads these together: number, sizes, device tables and known entries of each group of layers.
+        self._layers = [*zip(itertools.count(), self.sizes, self.all_tables, self._num_known, strict=False)]
+        self._windows = [(sizes.layers, tables) for _, sizes, tables, _ in self._layers if sizes.layers.window]
 
     # ---- sizes
 
     def num_table_entries(self, sequence: Sequence, num_tokens: int) -> int:
         """Entries of a sequence's tables with room for `num_tokens` more tokens."""
         num_tokens += sequence.num_computed_tokens
-        lengths = (len(tables[sequence.id]) for tables in self.all_tables)
-        return sum(map(max, (sizes.blocks_ahead(num_tokens) for sizes in self.sizes), lengths))
+        return sum(
+            [max(sizes.blocks_ahead(num_tokens), len(tables[sequence.id])) for _, sizes, tables, _ in self._layers]
+        )
 
     def num_new_entries(self, sequence: Sequence, num_tokens: int) -> int:
         """Blocks that a sequence lacks for `num_tokens` more tokens."""
-        num_known = sum(len(tables[sequence.id]) for tables in self.all_tables)
-        return self.num_table_entries(sequence, num_tokens) - num_known
+        num_tokens += sequence.num_computed_tokens
+        lacking = [sizes.blocks_ahead(num_tokens) - len(tables[sequence.id]) for _, sizes, tables, _ in self._layers]
+        return sum([number for number in lacking if number > 0])
 
     def num_blocks_of(self, group: SequenceGroup) -> int:
         """Blocks for a waiting group's present tokens."""
-        return sum(sizes.blocks_of_group(group) for sizes in self.sizes)
+        return sum([sizes.blocks_of_group(group) for sizes in self.sizes])
 
     def never_fits(self, group: SequenceGroup) -> bool:
         """Whether a waiting group with outputs of maximum length needs more than the whole pool."""
         if not self.device.num_blocks:
             return len(group.prompt_token_ids) > self.max_sequence_tokens
-        most = sum(sizes.most_blocks_of_group(group, self.max_sequence_tokens) for sizes in self.sizes)
+        most = sum([sizes.most_blocks_of_group(group, self.max_sequence_tokens) for sizes in self.sizes])
         return most > self.device.num_blocks
 
     def blocks_of(self, sequence: Sequence) -> Iterator[int]:
@@ -104,7 +109,7 @@ class BlockManager:
         """The parts of a sequence's tables that the worker does not know, or all: group of layers, first entry,
         entries. Afterwards they count as known."""
         parts = []
-        for number, (tables, known) in enumerate(zip(self.all_tables, self._num_known, strict=True)):
+        for number, _, tables, known in self._layers:
             if (table := tables.get(sequence.id)) is not None:
                 start = 0 if whole else known.get(sequence.id, 0)
                 if whole or start < len(table):
@@ -156,8 +161,7 @@ class BlockManager:
         self._count_slots(leader)
 
     def _count_slots(self, sequence: Sequence) -> None:
-        pairs = zip(self.sizes, self.all_tables, strict=True)
-        sequence.num_slots = min(sizes.slots(len(tables[sequence.id])) for sizes, tables in pairs)
+        sequence.num_slots = min([sizes.slots(len(tables[sequence.id])) for _, sizes, tables, _ in self._layers])
 
     def _allocate_encoder(self, encoder: EncoderSequence, cached: list[int]) -> None:
         if cached:
@@ -185,17 +189,22 @@ class BlockManager:
         child.num_published_blocks = min(parent.num_published_blocks, num_tokens // self.block_size)
 
     def release_behind_window(self, sequence: Sequence) -> None:
-        """Free the blocks that no later token attends to."""
-        for number in self._windows:
-            if table := self.all_tables[number].get(sequence.id):
-                num_certain = sequence.num_computed_tokens - sequence.num_draft_tokens  # drafts may be rejected
-                if sequence.sampling.form:
-                    num_certain = sequence.num_stored_tokens  # a late sequence computes its last token again
-                for index in range(self.sizes[number].layers.first_needed(num_certain) - 1, -1, -1):
-                    if table[index] == NO_BLOCK:
-                        break  # earlier blocks are free already
-                    self.device.free(table[index])
-                    table[index] = NO_BLOCK
+        """Free the blocks that no later token attends to, and note when the next block will be one of them."""
+        if sequence.id not in self.tables:
+            return  # it has ended, or not forked yet
+        num_certain = sequence.num_computed_tokens - sequence.num_draft_tokens  # drafts may be rejected
+        if sequence.sampling.form:
+            num_certain = sequence.num_stored_tokens  # a late sequence computes its last token again
+        releases_at = sys.maxsize
+        for layers, tables in self._windows:
+            table, first_needed = tables[sequence.id], layers.first_needed(num_certain)
+            for index in range(first_needed - 1, -1, -1):
+                if table[index] == NO_BLOCK:
+                    break  # earlier blocks are free already
+                self.device.free(table[index])
+                table[index] = NO_BLOCK
+            releases_at = min(releases_at, (first_needed + 1) * layers.block_size + layers.window - 1)
+        sequence.releases_at = releases_at
 
     def can_append_slots(self, chunks: Iterable[tuple[Sequence, int]]) -> bool:
         return self._num_new_blocks(chunks, self.all_tables, self.device.ref_count) <= self.device.num_free
@@ -204,21 +213,22 @@ class BlockManager:
         """Give a sequence room for `num_tokens` tokens in blocks of its own. Returns pairs of source and target to
         copy."""
         copies: list[tuple[int, int]] = []
-        end_token = sequence.num_computed_tokens + num_tokens
-        for sizes, tables, known in zip(self.sizes, self.all_tables, self._num_known, strict=True):
-            table = tables[sequence.id]
-            first, end = sequence.num_computed_tokens // sizes.layers.block_size, sizes.blocks_ahead(end_token)
-            for index in range(first, min(end, len(table))):
+        start, device = sequence.num_computed_tokens, self.device
+        for _, sizes, tables, known in self._layers:
+            table, first = tables[sequence.id], start // sizes.block_size
+            if first >= len(table):
+                continue
+            for index in range(first, min(sizes.blocks_ahead(start + num_tokens), len(table))):
                 block = table[index]
-                if self.device.ref_count(block) > 1:
-                    table[index] = self.device.allocate()
-                    self.device.free(block)
+                if device.ref_count(block) > 1:
+                    table[index] = device.allocate()
+                    device.free(block)
                     copies.append((block, table[index]))
                     known[sequence.id] = min(known.get(sequence.id, 0), index)
                 else:
                     # The block may have been published with the parent's tokens.
-                    self.device.withdraw(block)
-        self._extend_tables(sequence, end_token)
+                    device.withdraw(block)
+        self._extend_tables(sequence, start + num_tokens)
         return copies
 
     def extend_slots(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -229,10 +239,15 @@ class BlockManager:
         return True
 
     def _extend_tables(self, sequence: Sequence, num_tokens: int) -> None:
-        for sizes, tables in zip(self.sizes, self.all_tables, strict=True):
+        """Let the tables cover a sequence's first tokens, and count the slots."""
+        num_slots = sys.maxsize
+        for _, sizes, tables, _ in self._layers:
             table = tables[sequence.id]
-            table.extend(self.device.allocate() for _ in range(sizes.blocks_ahead(num_tokens) - len(table)))
-        self._count_slots(sequence)
+            for _ in range(sizes.blocks_ahead(num_tokens) - len(table)):
+                table.append(self.device.allocate())
+            if (slots := sizes.slots(len(table))) < num_slots:
+                num_slots = slots
+        sequence.num_slots = num_slots
 
     def _num_new_blocks(
         self,
@@ -249,7 +264,7 @@ class BlockManager:
                 table = tables[sequence.id]
                 end = sizes.blocks_ahead(sequence.num_computed_tokens + num_tokens)
                 num_new += max(0, end - len(table))
-                for block in table[sequence.num_computed_tokens // sizes.layers.block_size : end]:
+                for block in table[sequence.num_computed_tokens // sizes.block_size : end]:
                     if num_holders(block) > 1:
                         writers[block] += 1
         # The last writer is the only holder by then, and needs no copy.

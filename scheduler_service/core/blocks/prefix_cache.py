@@ -151,10 +151,8 @@ class CachedPrefix(NamedTuple):
     num_tokens: int
     tables: list[list[int]]
     """A table for each group of layers; no later token attends to blocks `NO_BLOCK`."""
-
-    @property
-    def blocks(self) -> list[int]:
-        return [block for table in self.tables for block in table if block != NO_BLOCK]
+    blocks: SequenceOf[int]
+    """The blocks in all tables."""
 
 
 class PrefixCache:
@@ -166,6 +164,7 @@ class PrefixCache:
         self._block_size = block_size
         self._layers = [one.layers for one in sizes]
         self._has_windows = any(layers.window for layers in self._layers)
+        self._is_plain = self._layers == [(block_size, 0)]
         # A key and a tag find a block of one group of layers. Without a tag, a key finds the first group's last block.
         self._tags = [
             [bytes([number, place]) for place in range(block_size // group.block_size)]
@@ -195,17 +194,16 @@ class PrefixCache:
             self.unexpect(sequence, sequence.num_expected_blocks)
             return []
         published: list[int] = []
-        first = keys[start - 1] if start else first_key(sequence.group)
+        root = b"" if start else first_key(sequence.group)
         for tables, tags in zip(pool.all_tables, self._tags, strict=True):
             if (table := tables.get(sequence.id)) is None:
                 continue  # an encoder's input is only in the first group
-            parent = first
-            for index in range(start, num_full):
-                for block, tag in zip(table[index * len(tags) :], tags, strict=False):
-                    if block != NO_BLOCK:
-                        pool.blocks.publish(block, keys[index] + tag, parent)
-                        published.append(block)
-                parent = keys[index]
+            number = len(tags)
+            for place, block in enumerate(table[start * number : num_full * number], start * number):
+                if block != NO_BLOCK:
+                    index = place // number
+                    pool.blocks.publish(block, keys[index] + tags[place % number], keys[index - 1] if index else root)
+                    published.append(block)
         self.unexpect(sequence, num_full)
         sequence.num_published_blocks = num_full
         return published
@@ -249,7 +247,8 @@ class PrefixCache:
         be trusted."""
         encoder = sequence.group.encoder
         ids = [sequence.id] if encoder is None else [sequence.id, encoder.id]
-        unsound = [] if encoder is None else [first_key(sequence.group)]
+        unsound = sequence.block_keys[: sequence.num_published_blocks]  # also of blocks behind a window
+        unsound += [] if encoder is None else [first_key(sequence.group)]
         for pool in (self._device, self._host):
             for block in itertools.chain(*map(pool.blocks_of, ids)):
                 if (key := pool.blocks.key(block)) is not None:
@@ -314,9 +313,9 @@ class PrefixCache:
     def cached(self, sequence: Sequence) -> CachedPrefix:
         """The longest prefix of a waiting sequence that is cached in all groups of layers."""
         keys, blocks = self.keys.cacheable(sequence), self._device.blocks
-        if self._layers == [(self._block_size, 0)]:
+        if self._is_plain:
             run = blocks.find_run(keys)
-            return CachedPrefix(len(run) * self._block_size, [run])
+            return CachedPrefix(len(run) * self._block_size, [run], run)
         end = len(keys)
         if self._has_windows and len(live := sequence.group.live) > 1:
             # Followers need the window before the first token that they compute themselves.
@@ -329,7 +328,8 @@ class PrefixCache:
             first = layers.first_needed(end * self._block_size)
             found = (blocks.find(keys[i // len(tags)] + tags[i % len(tags)]) for i in range(first, end * len(tags)))
             tables.append([NO_BLOCK] * first + [block for block in found if block is not None])
-        return CachedPrefix(end * self._block_size, tables)
+        found_blocks = [block for table in tables for block in table if block != NO_BLOCK]
+        return CachedPrefix(end * self._block_size, tables, found_blocks)
 
     def _missing(self, keys: SequenceOf[bytes], end: int) -> int | None:
         """The last key before `end` of which a group of layers lacks a block that tokens after `end` attend to, or

@@ -20,20 +20,21 @@ class TableSizes:
     covers the next step's tokens and `num_lookahead_slots` more."""
 
     layers: LayerGroup
+    block_size: int
     num_blocks: int
     num_lookahead_slots: int
     max_chunk: int
     """Maximum number of tokens of a chunk, plus lookahead slots."""
 
     def blocks_of(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.layers.block_size) if self.num_blocks else 0
+        return -(-num_tokens // self.block_size) if self.num_blocks else 0
 
     def blocks_ahead(self, num_tokens: int) -> int:
         """Entries of a table for `num_tokens` tokens and the lookahead slots."""
-        return self.blocks_of(num_tokens + self.num_lookahead_slots)
+        return -(-(num_tokens + self.num_lookahead_slots) // self.block_size) if self.num_blocks else 0
 
     def slots(self, num_blocks: int) -> int:
-        return num_blocks * self.layers.block_size - self.num_lookahead_slots
+        return num_blocks * self.block_size - self.num_lookahead_slots
 
     def first_blocks(self, sequence: Sequence, num_cached_tokens: int = 0) -> int:
         """Entries of a new table whose first tokens are cached."""
@@ -55,7 +56,7 @@ class TableSizes:
         num_prompt = len(group.prompt_token_ids)
         leader, *followers = [sequence.num_tokens for sequence in group.live]
         followers += [num_prompt + 1] * (group.num_seqs - 1 - len(followers))  # beams of later steps
-        shared = num_prompt // self.layers.block_size
+        shared = num_prompt // self.block_size
         needed = self._within_window(shared)
         needed += self._within_window(self.blocks_ahead(max(leader, most)) - shared)
         needed += sum(self._own_blocks(group, length, max(length, most)) for length in followers)
@@ -65,7 +66,7 @@ class TableSizes:
     def _own_blocks(self, group: SequenceGroup, num_forked_with: int, num_tokens: int) -> int:
         """Blocks that a follower of `num_tokens` tokens does not share. Without output, it computes the last prompt
         token itself."""
-        shared = min(len(group.prompt_token_ids), num_forked_with - 1) // self.layers.block_size
+        shared = min(len(group.prompt_token_ids), num_forked_with - 1) // self.block_size
         return self._within_window(self.blocks_ahead(num_tokens) - shared)
 
     def _within_window(self, num_blocks: int, num_sequences: int = 1) -> int:

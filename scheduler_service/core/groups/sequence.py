@@ -48,6 +48,7 @@ class Sequence:
         "num_stored_tokens",
         "output_token_ids",
         "prompt_token_ids",
+        "releases_at",
         "reports",
         "sampling",
         "score",
@@ -73,6 +74,7 @@ class Sequence:
         self.is_known = False  # whether the worker knows the sequence
         self.stop_token_id: int | None = None
         self.num_slots = 0  # tokens that the device blocks have room for
+        self.releases_at = 0  # computed tokens before which no further block is behind a window
         # Parent, whose first tokens are shared; None once the worker knows this sequence.
         self.forked_from: Sequence | None = None
         self.num_forked_tokens = 0  # first tokens shared with the parent
@@ -130,6 +132,7 @@ class Sequence:
         self.num_draft_tokens = 0
         self.num_draft_tokens_wanted = 0
         self.num_published_blocks = 0
+        self.releases_at = 0
 
     def __repr__(self) -> str:
         return f"Sequence({self.id}, {self.status.name}, {self.num_computed_tokens}/{self.num_tokens})"

@@ -55,9 +55,12 @@ class StepWriter:
     def _write_steady(self, step: Step, output: SchedulerOutput) -> None:
         for sequence in step.needy:
             self._write_table(sequence, output)
-        any_last = False
+        any_last, rooms = False, step.rooms
         for sequence, _, _ in step.steady:
-            num_computed = sequence.num_computed_tokens = sequence.num_computed_tokens + 1 + step.rooms.get(sequence, 0)
+            num_computed = sequence.num_computed_tokens + 1
+            if rooms:
+                num_computed += rooms.get(sequence, 0)
+            sequence.num_computed_tokens = num_computed
             if num_computed + 1 >= sequence.max_num_tokens:
                 any_last = True
         step.any_last = any_last

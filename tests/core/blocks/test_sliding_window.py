@@ -3,7 +3,8 @@
 from fake_worker import FakeWorker, reference_output
 from scheduler_helpers import make_group, make_scheduler, output_of, plan, run, step
 
-from scheduler_service.core import PreemptionMode, PriorityQueue
+from scheduler_service.core import ModelOutput, PreemptionMode, PriorityQueue
+from scheduler_service.core.config import LayerGroup
 
 
 def test_blocks_behind_a_sliding_window_are_used_again() -> None:
@@ -56,3 +57,30 @@ def test_a_prompt_that_is_longer_than_the_pool_can_be_swapped_out_and_comes_back
     run(scheduler, worker)
     assert output_of(long) == reference_output(long, 0, 64)
     assert output_of(urgent) == reference_output(urgent, 0, 64)
+
+
+def test_what_a_sequence_with_unsound_logits_stored_behind_its_window_is_never_found() -> None:
+    scheduler = make_scheduler(sliding_window=2, max_num_batched_tokens=8)
+    scheduler.add_request(make_group("sick", 11))
+    scheduler.update_from_output(scheduler.schedule(), ModelOutput(1, []))
+    second = scheduler.schedule()
+    sick = second.scheduled[0].sequence
+    assert next(scheduler.blocks.blocks_of(sick)) == scheduler.blocks.tables[sick.id][1], "the first one is behind it"
+    scheduler.update_from_output(second, ModelOutput(2, [0], failed_sequence_ids=frozenset({sick.id})))
+    scheduler.add_request(make_group("well", 5))
+    assert plan(scheduler.schedule()) == {"well": [5]}
+
+
+def test_unsound_blocks_are_forgotten_in_all_groups_of_layers() -> None:
+    """Also those of a sequence that began with the sick one's."""
+    layers = (LayerGroup(2), LayerGroup(4, window=6))
+    scheduler = make_scheduler(max_num_batched_tokens=8, num_device_blocks=40, layer_groups=layers)
+    scheduler.add_request(make_group("sick", 11))
+    first = scheduler.schedule()
+    scheduler.add_request(make_group("built", 19))
+    scheduler.update_from_output(first, ModelOutput(1, []))
+    second = scheduler.schedule()
+    assert plan(second) == {"sick": [3], "built": [5]}
+    failed = frozenset({second.scheduled[0].sequence.id})
+    scheduler.update_from_output(second, ModelOutput(2, [0], failed_sequence_ids=failed))
+    assert scheduler.blocks.device.num_findable == 0
