@@ -4,12 +4,12 @@ There are two pools, "device" and "host". A sequence has a table for each group 
 Free cached blocks are in a list, least recently freed first; the first is evicted when no other is free.
 
 A page is `block_size` tokens, and the blocks that hold them in every group of layers. Caching begins and ends at pages:
-a block's key is the salt, all tokens up to its page's end, and its place. A page is named by the first group's last
+a block's key is its place, the salt, and all tokens up to its page's end. A page is named by the first group's last
 key.
 """
 
 from fractions import Fraction
-from itertools import takewhile
+from itertools import chain, takewhile
 from math import inf
 
 from slow_groups import Block, Key, SlowGroup, SlowSequence, Table
@@ -153,7 +153,7 @@ class SlowBlocks:
         """The key of a block in a group of layers, which includes the encoder's input."""
         tokens = tuple(sequence.token_ids[: (index // self.in_page(number) + 1) * self.config.block_size])
         of_group = sequence.group.root, tuple(sequence.group.encoder_tokens)
-        return (*of_group, "of the encoder" if sequence.is_encoder else tokens, number, index)
+        return (index, number, *of_group, "of the encoder" if sequence.is_encoder else tokens)
 
     def key_of_page(self, sequence: SlowSequence, page: int) -> Key:
         return self.key_of(sequence, 0, (page + 1) * self.in_page(0) - 1)
@@ -164,8 +164,8 @@ class SlowBlocks:
         return (sequence.device or sequence.host)[0][end - 1] if end else None
 
     def find(self, key: Key | None, pool: str = "device") -> Block | None:
-        there = [block for table in self.tables(pool) for block in table if block] + self.let_go[pool]
-        return next((block for block in there if key and block.key == key and block.is_found), None)
+        there = chain(*self.tables(pool), self.let_go[pool]) if key else ()
+        return next((block for block in there if block and block.key == key and block.is_found), None)
 
     def most_cached(self, sequence: SlowSequence) -> int:
         """Pages that may be found: the last token is computed for its logits."""

@@ -5,9 +5,9 @@ import itertools
 from scheduler_service.core import SamplingParams, SequenceStatus
 from scheduler_service.core.groups.beam_search import BeamSearch
 
-Key = tuple[bytes, tuple[int, ...], tuple[int, ...] | str, int, int]
-"""A salt, the encoder's tokens, the decoder's tokens up to a page's end or a word for the encoder, and the place of a
-block: its group of layers, and its index there."""
+Key = tuple[int, int, bytes, tuple[int, ...], tuple[int, ...] | str]
+"""The index of a block, its group of layers, a salt, the encoder's tokens, and the decoder's tokens up to the end of
+the block's page, or a word for the encoder."""
 
 
 class Block:

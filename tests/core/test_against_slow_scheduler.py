@@ -34,6 +34,7 @@ from scheduler_service.core import (
     SequenceStatus,
     WaitingQueue,
 )
+from scheduler_service.core.blocks.tables import NO_BLOCK
 from scheduler_service.core.outputs import TokenLogprobs
 from scheduler_service.core.queues import waiting_queue
 
@@ -81,6 +82,7 @@ class Both:
         self.slow = SlowScheduler(config, SlowQueue(policy, overtakes, WEIGHTS))
         self.groups: list[tuple[SequenceGroup, SlowGroup]] = []
         self.sequences: dict[int, Sequence] = {}  # that were ever scheduled
+        self.told: dict[int, list[list[int]]] = {}  # the tables of sequences, as the worker knows them
 
     def add(self, request: Request, now: float) -> None:
         fast = request.group(now)
@@ -128,8 +130,22 @@ class Both:
         }
         assert decisions == step.decisions
         assert output.is_empty == step.is_empty
+        self.tell(output)
         self.compare()
         return output, step
+
+    def tell(self, output: SchedulerOutput) -> None:
+        """Assert that the worker knows all blocks that sequences in a step can attend to."""
+        for sequence, table, _, further in output.new_sequences:
+            self.told[sequence.id] = [[*one] for one in (table, *further)]
+        for _, child, _, table, _, further in output.forks:
+            self.told[child.id] = [[*one] for one in (table, *further)]
+        for update in output.block_table_updates:
+            self.told[update.sequence_id][update.layer_group][update.start :] = update.block_ids
+        for sequence, _, _ in output.scheduled:
+            for told, tables in zip(self.told[sequence.id], self.fast.blocks.all_tables, strict=False):
+                pairs = zip(told, tables[sequence.id], strict=True)
+                assert all(block in (known, NO_BLOCK) for known, block in pairs)
 
     def compare(self) -> None:
         fast, slow = self.fast, self.slow
@@ -154,6 +170,8 @@ class Both:
                 (s.token_ids, s.status or False) for s in slow_group.sequences
             ]
         fast.blocks.check()
+        for known in fast.blocks._num_known:
+            assert known.keys() <= fast.blocks.tables.keys() | fast.blocks.host_tables.keys()
         assert fast.num_running_seqs == sum(group.num_seqs for group in fast.running)
 
     def reset_prefix_cache(self) -> None:
