@@ -72,15 +72,16 @@ def test_what_a_sequence_with_unsound_logits_stored_behind_its_window_is_never_f
 
 
 def test_unsound_blocks_are_forgotten_in_all_groups_of_layers() -> None:
-    """Also those of a sequence that began with the sick one's."""
+    """Also those of a sequence that began with the sick one's, behind a block that one group of layers has lost."""
     layers = (LayerGroup(2), LayerGroup(4, window=6))
-    scheduler = make_scheduler(max_num_batched_tokens=8, num_device_blocks=40, layer_groups=layers)
-    scheduler.add_request(make_group("sick", 11))
+    scheduler = make_scheduler(max_num_batched_tokens=11, num_device_blocks=40, layer_groups=layers)
+    scheduler.add_request(make_group("sick", 14))
     first = scheduler.schedule()
-    scheduler.add_request(make_group("built", 19))
+    scheduler.add_request(make_group("built", 24))
     scheduler.update_from_output(first, ModelOutput(1, []))
     second = scheduler.schedule()
-    assert plan(second) == {"sick": [3], "built": [5]}
-    failed = frozenset({second.scheduled[0].sequence.id})
-    scheduler.update_from_output(second, ModelOutput(2, [0], failed_sequence_ids=failed))
+    assert plan(second) == {"sick": [3], "built": [8]}
+    sick, built = (scheduled.sequence for scheduled in second.scheduled)
+    scheduler.blocks.device.withdraw(scheduler.blocks.tables[built.id][7])
+    scheduler.update_from_output(second, ModelOutput(2, [0], failed_sequence_ids=frozenset({sick.id})))
     assert scheduler.blocks.device.num_findable == 0
