@@ -1,9 +1,13 @@
 """Blocks that fell behind a sliding window."""
 
+import pytest
 from fake_worker import FakeWorker, reference_output
 from scheduler_helpers import make_group, make_scheduler, output_of, plan, run, step
 
 from scheduler_service.core import PreemptionMode, PriorityQueue
+from scheduler_service.core.blocks.allocator import BlockAllocator, Content
+from scheduler_service.core.blocks.prefix_cache import KEY_BYTES
+from scheduler_service.core.config import LayerGroup
 
 
 def test_blocks_behind_a_sliding_window_are_used_again() -> None:
@@ -56,3 +60,28 @@ def test_a_prompt_that_is_longer_than_the_pool_can_be_swapped_out_and_comes_back
     run(scheduler, worker)
     assert output_of(long) == reference_output(long, 0, 64)
     assert output_of(urgent) == reference_output(urgent, 0, 64)
+
+
+def test_a_prefix_that_no_window_has_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks behind a window are evicted first. Layers without a window may still have a whole long context."""
+    scheduler = make_scheduler(
+        num_device_blocks=600, max_model_len=1_000, layer_groups=(LayerGroup(4), LayerGroup(4, window=9))
+    )
+    scheduler.add_request(make_group("a", 801, max_tokens=1))
+    run(scheduler, FakeWorker(scheduler.config))
+    device = scheduler.blocks.device
+    again = make_group("b", 801)
+    assert scheduler.blocks.cache.num_cached_tokens(again.live[0]) == 800
+    for block in range(device.num_blocks):
+        if len(device.key(block) or b"") > KEY_BYTES:  # of layers with a window
+            device.withdraw(block)
+    num_found = 0
+
+    def find(content: Content) -> int | None:
+        nonlocal num_found
+        num_found += 1
+        return BlockAllocator.find(device, content)
+
+    monkeypatch.setattr(device, "find", find)
+    assert scheduler.blocks.cache.num_cached_tokens(again.live[0]) == 0
+    assert num_found <= 2 * 800 // 4
