@@ -321,8 +321,9 @@ class PrefixCache:
             # Followers need the window before the first token that they compute themselves.
             first = min(sequence.num_prompt_tokens, *(one.num_tokens - 1 for one in live))
             end = min(end, first // self._block_size)
-        while (missing := self._missing(keys, end)) is not None:
-            end = missing
+        for with_window in (False, True):  # without a window, a shorter prefix needs no other blocks
+            while (missing := self._missing(keys, end, with_window)) is not None:
+                end = missing
         tables: list[list[int]] = []
         for layers, tags in zip(self._layers, self._tags, strict=True):
             first = layers.first_needed(end * self._block_size)
@@ -331,16 +332,15 @@ class PrefixCache:
         found_blocks = [block for table in tables for block in table if block != NO_BLOCK]
         return CachedPrefix(end * self._block_size, tables, found_blocks)
 
-    def _missing(self, keys: SequenceOf[bytes], end: int) -> int | None:
-        """The last key before `end` of which a group of layers lacks a block that tokens after `end` attend to, or
-        without windows the first; None if none is lacking. A prefix that ends there lacks fewer blocks."""
+    def _missing(self, keys: SequenceOf[bytes], end: int, with_window: bool) -> int | None:
+        """The first key before `end` of which a group of layers, with or without a window, lacks a block that tokens
+        after `end` attend to; None if none is lacking. A longer prefix than that key's would lack the block, too."""
         find = self._device.blocks.find
         for layers, tags in zip(self._layers, self._tags, strict=True):
-            first = layers.first_needed(end * self._block_size)
-            places = range(end * len(tags) - 1, first - 1, -1) if layers.window else range(end * len(tags))
-            for place in places:
-                if find(keys[place // len(tags)] + tags[place % len(tags)]) is None:
-                    return place // len(tags)
+            if bool(layers.window) == with_window:
+                for place in range(layers.first_needed(end * self._block_size), end * len(tags)):
+                    if find(keys[place // len(tags)] + tags[place % len(tags)]) is None:
+                        return place // len(tags)
         return None
 
     def cached_encoder_blocks(self, encoder: EncoderSequence) -> list[int]:

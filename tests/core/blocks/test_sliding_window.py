@@ -1,9 +1,12 @@
 """Blocks that fell behind a sliding window."""
 
+import pytest
 from fake_worker import FakeWorker, reference_output
 from scheduler_helpers import make_group, make_scheduler, output_of, plan, run, step
 
 from scheduler_service.core import ModelOutput, PreemptionMode, PriorityQueue
+from scheduler_service.core.blocks.allocator import BlockAllocator, Content
+from scheduler_service.core.blocks.prefix_cache import KEY_BYTES
 from scheduler_service.core.config import LayerGroup
 
 
@@ -85,3 +88,28 @@ def test_unsound_blocks_are_forgotten_in_all_groups_of_layers() -> None:
     scheduler.blocks.device.withdraw(scheduler.blocks.tables[built.id][7])
     scheduler.update_from_output(second, ModelOutput(2, [0], failed_sequence_ids=frozenset({sick.id})))
     assert scheduler.blocks.device.num_findable == 0
+
+
+def test_a_prefix_that_no_window_has_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks behind a window are evicted first. Layers without a window may still have a whole long context."""
+    scheduler = make_scheduler(
+        num_device_blocks=600, max_model_len=1_000, layer_groups=(LayerGroup(4), LayerGroup(4, window=9))
+    )
+    scheduler.add_request(make_group("a", 801, max_tokens=1))
+    run(scheduler, FakeWorker(scheduler.config))
+    device = scheduler.blocks.device
+    again = make_group("b", 801)
+    assert scheduler.blocks.cache.num_cached_tokens(again.live[0]) == 800
+    for block in range(device.num_blocks):
+        if len(device.key(block) or b"") > KEY_BYTES:  # of layers with a window
+            device.withdraw(block)
+    num_found = 0
+
+    def find(content: Content) -> int | None:
+        nonlocal num_found
+        num_found += 1
+        return BlockAllocator.find(device, content)
+
+    monkeypatch.setattr(device, "find", find)
+    assert scheduler.blocks.cache.num_cached_tokens(again.live[0]) == 0
+    assert num_found <= 2 * 800 // 4
