@@ -6,7 +6,7 @@ PROTOS := $(wildcard protos/pagewire/v1/*.proto)
 PIP := $(BIN)/pip install --disable-pip-version-check --no-compile -c constraints.txt
 COMPOSE := $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: setup examples serving proto proto-cpp proto-go proto-java demo demo-embed demo-transcribe test test-kernels fuzz chaos soak compat operators test-gpu breaking lint fmt docs docs-check pictures release up down bench bench-all bench-gpu
+.PHONY: setup examples serving proto proto-cpp proto-go proto-java demo demo-embed demo-transcribe test test-kernels fuzz chaos soak compat model-sweep operators test-gpu breaking lint fmt docs docs-check pictures release up down bench bench-all bench-gpu
 # Bytecode is compiled on first import, because most modules of transformers are never imported. PYTHONDONTWRITEBYTECODE
 # must be unset, or every process would compile them again.
 export PYTHONDONTWRITEBYTECODE :=
@@ -90,6 +90,10 @@ chaos: setup
 # Sends 20,000 requests under each policy. At the end the scheduler's state must be as after the first tenth.
 soak: setup
 	$(BIN)/python -m pytest tests/services/test_soak.py tests/services/test_lora_soak.py tests/services/test_hostile.py tests/services/test_hostile_http.py tests/services/test_hostile_worker.py tests/services/test_hostile_sounds.py --soak -s -n 0
+
+# Compares a tiny network of every causal type of transformers with transformers, and writes the table of docs/models.md.
+model-sweep: setup
+	PYTHONPATH="$(CURDIR):$(CURDIR)/protos:tests:tests/worker" $(BIN)/python tests/worker/model_sweep.py --write
 
 # Other people's clients, vLLM's own HTTP tests, and the schemas that OpenAI and Anthropic publish. CLIENT: one of them.
 # They are installed into a temporary folder. PEER: a folder with vLLM for its benchmark, as for bench.

@@ -13,7 +13,7 @@ import pytest
 import torch
 from fake_decode_graphs import MAX_NUM_ROWS
 from torch import Tensor
-from worker_helpers import LIMITS, new_sequence
+from worker_helpers import LIMITS, new_sequence, tokens
 
 from worker_service.execution.adapters.adapters import AdapterRoom, Adapters
 from worker_service.execution.cache.cache_engine import CacheEngine, CacheShape
@@ -28,7 +28,15 @@ from worker_service.models.layers.linear import Quantization
 from worker_service.models.registry import build_model, read_config
 from worker_service.parallel.ranks import ALONE, Ranks
 from worker_service.session.session import ScheduledChunk, Session
-from worker_service.session.step import TOKENS, Limits, ModelOutput, NewSequence, SchedulerOutput
+from worker_service.session.step import (
+    TOKENS,
+    BlockMapping,
+    BlockTableUpdate,
+    Limits,
+    ModelOutput,
+    NewSequence,
+    SchedulerOutput,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PROMPT = [(7 * number * number + 3) % 131 for number in range(37)]
@@ -163,3 +171,33 @@ class Oracle:
         for _ in range(count):
             known.append(int(self.logprobs(known)[-1].argmax()))
         return known[len(token_ids) :]
+
+
+def generate_with_everything(worker: SteppedWorker, count: int) -> tuple[list[int], list[int]]:
+    """Tokens after PROMPT, and 4 after its first 20 tokens, through chunks, a batch, preemption and swapping."""
+    found = list(worker.step((1, 30, False), new_sequences=(new_sequence(1, PROMPT, range(13)),)).token_ids)
+    late = new_sequence(2, PROMPT[:20], range(20, 26))
+    both = [
+        worker.step((1, 7, True), (2, 11, False), new_sequences=(late,)).token_ids,
+        worker.step((2, 9, True), (1, 1, True)).token_ids[::-1],
+        *(worker.step((1, 1, True), (2, 1, True)).token_ids for _ in range(3)),
+    ]
+    found += [step[0] for step in both]
+
+    worker.step(preempted=(1,))
+    back = new_sequence(1, PROMPT + found, range(30, 43), num_prompt_tokens=len(PROMPT))
+    found += worker.step((1, len(PROMPT) + len(found), True), new_sequences=(back,)).token_ids
+    found += worker.generate(1, 3)
+
+    worker.step(finished=(2,))
+    held = -(-(len(PROMPT) + len(found)) // 4)
+    worker.step(blocks_to_swap_out=BlockMapping(tuple(range(30, 38)), tuple(range(8))))
+    worker.runner.cache_engine.device_blocks[30:38] = float("nan")
+    table = [*range(50, 58), *range(38, 43), 60]
+    assert held <= len(table)
+    found += worker.step(
+        (1, 1, True),
+        blocks_to_swap_in=BlockMapping(tuple(range(8)), tuple(range(50, 58))),
+        block_table_updates=(BlockTableUpdate(1, 0, tokens(table)),),
+    ).token_ids
+    return found + worker.generate(1, count - len(found)), [step[1] for step in both[1:]]

@@ -35,7 +35,7 @@ def read_config(json: Mapping[str, Any]) -> AnyConfig:
         raise ValueError(f"model_type is {shown(family)}; it must be the name of a family")
     if family in FAMILIES:
         return read_decoder(json)
-    if family in ENCODERS:
+    if family in ENCODERS and json.get("is_decoder") is not True:
         from worker_service.models.encoders.encoder_config import EncoderConfig
 
         return EncoderConfig.from_json(json)

@@ -10,10 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from stepped_worker import PROMPT, Oracle, SteppedWorker, load_runner
-from worker_helpers import new_sequence, tokens
-
-from worker_service.session.step import BlockMapping, BlockTableUpdate
+from stepped_worker import PROMPT, Oracle, SteppedWorker, generate_with_everything, load_runner
 
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 LATENT: dict[str, Any] = {
@@ -187,6 +184,8 @@ NATIVE: dict[str, dict[str, Any]] = {
     },
 }
 BORROWED: dict[str, dict[str, Any]] = {
+    "bert as a decoder": {"model_type": "bert", "hidden_size": 60, "is_decoder": True},
+    "bloom": {"model_type": "bloom", "hidden_size": 60},
     "cohere": {"model_type": "cohere", "logit_scale": 0.3},
     "cohere2": {"model_type": "cohere2", "layer_types": WINDOWS, "sliding_window": 8, "logit_scale": 0.3},
     "ernie4_5": {"model_type": "ernie4_5"},
@@ -197,6 +196,7 @@ BORROWED: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.4},
     },
     "gpt2": {"model_type": "gpt2", "hidden_size": 60},
+    "gptj": {"model_type": "gptj", "hidden_size": 60, "rotary_dim": 4},
     "gpt_neox": {"model_type": "gpt_neox", "hidden_size": 60},
     "gpt_oss": {
         "model_type": "gpt_oss",
@@ -220,6 +220,16 @@ BORROWED: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.2,
         "logits_scaling": 3.0,
         "residual_multiplier": 0.5,
+    },
+    "minicpm3": {
+        "model_type": "minicpm3",
+        "num_key_value_heads": 6,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 14,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 8,
+        "scale_emb": 1,
     },
     "olmo2": {"model_type": "olmo2"},
     "olmo2, dynamic rope": {
@@ -289,31 +299,4 @@ def test_tokens_match_transformers_through_chunks_batches_preemption_and_swappin
 ) -> None:
     assert len(set(greedy)) > 1
     beside = oracle.greedy(PROMPT[:20], 4)
-    found = list(worker.step((1, 30, False), new_sequences=(new_sequence(1, PROMPT, range(13)),)).token_ids)
-    late = new_sequence(2, PROMPT[:20], range(20, 26))
-    both = [
-        worker.step((1, 7, True), (2, 11, False), new_sequences=(late,)).token_ids,
-        worker.step((2, 9, True), (1, 1, True)).token_ids[::-1],
-        *(worker.step((1, 1, True), (2, 1, True)).token_ids for _ in range(3)),
-    ]
-    found += [step[0] for step in both]
-    assert [step[1] for step in both[1:]] == beside
-
-    worker.step(preempted=(1,))
-    back = new_sequence(1, PROMPT + found, range(30, 43), num_prompt_tokens=len(PROMPT))
-    found += worker.step((1, len(PROMPT) + len(found), True), new_sequences=(back,)).token_ids
-    found += worker.generate(1, 3)
-
-    worker.step(finished=(2,))
-    held = -(-(len(PROMPT) + len(found)) // 4)
-    worker.step(blocks_to_swap_out=BlockMapping(tuple(range(30, 38)), tuple(range(8))))
-    worker.runner.cache_engine.device_blocks[30:38] = float("nan")
-    table = [*range(50, 58), *range(38, 43), 60]
-    assert held <= len(table)
-    found += worker.step(
-        (1, 1, True),
-        blocks_to_swap_in=BlockMapping(tuple(range(8)), tuple(range(50, 58))),
-        block_table_updates=(BlockTableUpdate(1, 0, tokens(table)),),
-    ).token_ids
-    found += worker.generate(1, len(greedy) - len(found))
-    assert found == greedy
+    assert generate_with_everything(worker, len(greedy)) == (greedy, beside)

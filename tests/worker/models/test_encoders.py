@@ -134,6 +134,6 @@ def test_positions_that_are_for_padding_do_not_count(family: str, folder: Path) 
     assert most == (65 if "roberta" in family else 66)
 
 
-def test_decoders_of_these_families_are_refused() -> None:
-    with pytest.raises(ValueError, match="bert is not supported as a decoder"):
-        read_config({"model_type": "bert", "is_decoder": True})
+def test_encoder_decoders_of_these_families_are_refused() -> None:
+    with pytest.raises(ValueError, match="bert is not supported as an encoder-decoder"):
+        read_config({"model_type": "bert", "is_encoder_decoder": True})

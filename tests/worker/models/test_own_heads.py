@@ -45,7 +45,9 @@ def test_a_head_beside_tied_embeddings_is_used_as_transformers_uses_it(
 ) -> None:
     tied = make_checkpoint(**ALL[name] | {"tie_word_embeddings": True})
     held = load_file(tied / "model.safetensors")
-    (head,) = {"lm_head.weight", "embed_out.weight"} & set(_tied(tied))
+    (head,) = {"lm_head.weight", "lm_head.decoder.weight", "embed_out.weight", "cls.predictions.decoder.weight"} & set(
+        _tied(tied)
+    )
     embedding = held[_tied(tied)[head]]
     own = change(tied, tmp_path / "own", {head: torch.randn(embedding.shape, generator=torch.manual_seed(4)) * 0.2})
     expected = Oracle(own).logprobs(PROMPT)[:-1]

@@ -12,7 +12,7 @@ SMALL: dict[str, Any] = {
     "vocab_size": 99, "hidden_size": 64, "intermediate_size": 100, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512,
 }  # fmt: skip
-FIELDS = {"architectures", "is_encoder_decoder", "model_type"}
+FIELDS = {"architectures", "is_encoder_decoder", "model_type", "per_layer_config"}
 OF_CLASSES = {name for name in dir(PreTrainedConfig) if not name.startswith("_")} - HARMLESS - FIELDS - {"rope_scaling"}
 KEYS_OF_PLANS = {"layers", "norm", "embed_tokens", "hidden_states", "input_ids"}
 

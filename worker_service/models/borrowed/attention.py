@@ -1,8 +1,8 @@
 """Registers this project's paged attention in transformers under the name `NAME`.
 
 transformers asks `_describe_mask` for a mask once for each kind of layer, so its code decides which layers have a
-window. Layers then call `_attend`, which uses the attention given to `within`. Attention other than a scaled softmax
-over a causal window raises ValueError.
+window. Layers then call `_attend`, or code that is older than this interface (`older_attention`). Both use the
+attention given to `within`. Attention other than a scaled softmax over a causal window raises ValueError.
 """
 
 from collections.abc import Iterator
@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
 NAME = "pagewire"
 """`attn_implementation` of networks."""
+
+LATER = "its tokens attend to later tokens"
 
 _WITHOUT_EFFECT = frozenset(
     {"cache_position", "dropout", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
@@ -24,21 +27,24 @@ _WITHOUT_EFFECT = frozenset(
 """Ignored arguments of layers: the mask expresses them, or they have no effect on inference."""
 
 
+@dataclass(frozen=True)
+class Softmax:
+    """How a layer's scores become weights. See `paged_attention`."""
+
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: Tensor | None = None
+    slopes: Tensor | None = None
+    """[num_heads] float32: what a scaled score loses by each token of distance (ALiBi; Press et al., 2022)."""
+
+
 class Attention(Protocol):
     """The attention of one forward pass. Layers call `attend` in the order of the network."""
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        soft_cap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         """query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim]; all contiguous.
-        scale, window, soft_cap, sinks: see `paged_attention`. Returns the shape of query."""
+        Returns the shape of query."""
 
 
 _attention: ContextVar[Attention] = ContextVar("attention")
@@ -54,21 +60,57 @@ def within(attention: Attention) -> Iterator[None]:
         _attention.reset(token)
 
 
+def attend(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+    """The result of the attention given to `within`. query: [num_heads, num_tokens, head_dim]; key: [num_kv_heads,
+    num_tokens, head_dim]; value: [num_kv_heads, num_tokens, value_dim]. Zeros fill up the smaller of head_dim and
+    value_dim. Returns [num_tokens, num_heads, value_dim]."""
+    width = max(key.shape[-1], value.shape[-1])
+    attended = _attention.get().attend(_rows(query, width), _rows(key, width), _rows(value, width), softmax)
+    return attended[..., : value.shape[-1]]
+
+
+def _rows(part: Tensor, width: int) -> Tensor:
+    rows = part.transpose(0, 1)
+    return (rows if rows.shape[-1] == width else functional.pad(rows, (0, width - rows.shape[-1]))).contiguous()
+
+
 @dataclass(frozen=True)
-class _CausalMask:
+class CausalMask:
     """A causal mask. `window`: tokens that a token attends to, including itself; None for all."""
 
     window: int | None
+    num_tokens: int
+    num_keys: int
+    ndim = 0
+    """Not that of a tensor: Falcon's code adds ALiBi to such a mask, and a second time to the scores."""
+
+    def __getattr__(self, name: str) -> None:
+        raise ValueError("its attention has a mask of its own making")
+
+    def to(self, *_: object) -> "CausalMask":
+        return self
+
+    def size(self) -> tuple[int, ...]:
+        return (1, 1, self.num_tokens, self.num_keys)
 
 
-def _describe_mask(*, config: Any, use_vmap: bool, local_size: int | None = None, **kwargs: Any) -> _CausalMask:
+class OpenMask:
+    """A mask that is not causal. Networks make one for an encoder, whether there is an encoder or not."""
+
+    def __getattr__(self, name: str) -> None:
+        raise ValueError(LATER)
+
+
+def _describe_mask(
+    *, config: Any, use_vmap: bool, q_length: int, kv_length: int, local_size: int | None = None, **kwargs: Any
+) -> "CausalMask | OpenMask":
     """Replaces transformers' function for masks. Raises ValueError for an unsupported mask. local_size: size of a
     window or of a chunk; use_vmap: whether the network adds a condition to the mask."""
-    if "allow_is_causal_skip" not in kwargs:
-        raise ValueError("its tokens attend to later tokens")
+    if "allow_is_bidirectional_skip" in kwargs:
+        return OpenMask()
     if use_vmap or (local_size is not None and local_size != getattr(config, "sliding_window", None)):
         raise ValueError("its attention has a mask that is neither causal nor a sliding window")
-    return _CausalMask(local_size)
+    return CausalMask(local_size, q_length, kv_length)
 
 
 def _attend(
@@ -83,17 +125,18 @@ def _attend(
     **others: object,
 ) -> tuple[Tensor, None]:
     """Called by layers. query: [1, num_heads, num_tokens, head_dim]; key, value: [1, num_kv_heads, num_tokens,
-    head_dim]; s_aux: sinks, [num_heads]. Returns [1, num_tokens, num_heads, head_dim], and None in place of weights."""
-    if not getattr(module, "is_causal", True):
-        raise ValueError("its tokens attend to later tokens")
-    if not isinstance(attention_mask, _CausalMask):
+    ...]; s_aux: sinks, [num_heads]. Returns [1, num_tokens, num_heads, value_dim], and None in place of weights."""
+    del module
+    if isinstance(attention_mask, OpenMask):
+        raise ValueError(LATER)
+    if not isinstance(attention_mask, CausalMask):
         raise ValueError("its attention has a mask of its own making")
     if unknown := sorted(name for name in others.keys() - _WITHOUT_EFFECT if others[name] is not None):
         raise ValueError(f"its attention takes {', '.join(unknown)}, which are not supported")
-    query, key, value = (part[0].transpose(0, 1).contiguous() for part in (query, key, value))
-    scale = query.shape[2] ** -0.5 if scaling is None else scaling
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
     sinks = None if s_aux is None else s_aux.float()
-    return _attention.get().attend(query, key, value, scale, attention_mask.window, softcap, sinks)[None], None
+    softmax = Softmax(scale, attention_mask.window, softcap, sinks)
+    return attend(query[0], key[0], value[0], softmax)[None], None
 
 
 AttentionInterface.register(NAME, _attend)

@@ -14,6 +14,11 @@ from worker_service.models.config.rope import scaled_length
 from worker_service.models.config.transformers_json import parse
 from worker_service.models.config.transformers_keys import check_known, rope_parameters_of
 
+_LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length")
+"""Names of the maximum sequence length; the first that is stated counts."""
+_WITHOUT_LIMIT = 2_048
+"""The maximum sequence length of a network with ALiBi that states none. BLOOM was trained with it."""
+
 
 @dataclass(frozen=True)
 class TransformersConfig:
@@ -34,19 +39,22 @@ class TransformersConfig:
         network_class = AutoModelForCausalLM._model_mapping.get(type(network), None)
         if (reason := _why_not(network, network_class)) is not None:
             raise ValueError(f"a model {network.model_type} is not supported: {reason}")
-        check_generates(json, network_class.__name__, AutoModel._model_mapping[type(network)].__name__)
+        body = AutoModel._model_mapping.get(type(network), network_class)
+        check_generates(json, network_class.__name__, body.__name__)
         check_known(json, network, network_class)
+        if (text := network.get_text_config(decoder=True)) is not network:
+            check_known(_inner(json, network, text), text, network_class)
         try:
             needs = survey(network_class, network)
         except ValueError as error:
             raise ValueError(f"a model {network.model_type} is not supported: {error}") from error
-        _check_rotary_dims(network, needs)
+        _check_rotary_dims(text, needs)
         return cls(
             network=network,
             network_class=network_class,
             needs=needs,
-            vocabulary_size=int(network.vocab_size),
-            max_model_len=min(_lengths(network)),
+            vocabulary_size=int(text.vocab_size),
+            max_model_len=min(_lengths(text, needs)),
         )
 
     @property
@@ -92,25 +100,35 @@ def _why_not(network: Any, network_class: Any) -> str | None:
         return "supported encoder-decoders are bart, t5 and whisper"
     if network_class is None:
         return "it does not continue text"
-    if network.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
-        return "it is made to fill gaps in text"
-    if network.get_text_config() is not network:
-        return "it is made for more than text"
+    if network.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(network, "is_decoder", None) is False:
+        return "it is made to fill gaps in text (is_decoder is false)"
     if network_class._is_stateful:
         return "it keeps a state other than keys and values"
-    if kinds := set(getattr(network, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
+    text = network.get_text_config(decoder=True)
+    if kinds := set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
         return f"it has layers of type {min(kinds)}"
-    if not network_class._can_set_attn_implementation():
-        return "its attention cannot be replaced by ours"
-    for name in ("max_position_embeddings", "num_hidden_layers", "vocab_size"):
-        if not isinstance(getattr(network, name, None), int):
+    for name in ("num_hidden_layers", "vocab_size"):
+        if not isinstance(getattr(text, name, None), int):
             return f"its {name} is not stated"
     return None
 
 
+def _inner(json: Mapping[str, Any], network: Any, text: Any) -> Mapping[str, Any]:
+    """The part of config.json that describes `text`."""
+    for name in network.sub_configs:
+        if getattr(network, name, None) is text:
+            found: Mapping[str, Any] = json.get(name) or {}
+            return found
+    raise ValueError(f"a model {network.model_type} is not supported: its configuration of text is nested twice")
+
+
 def _check_rotary_dims(network: Any, needs: Survey) -> None:
     """Raise ValueError if the network's code rotates other parts of heads than config.json states."""
+    kinds, rope = getattr(network, "layer_types", None) or (), getattr(network, "rope_parameters", None) or {}
+    unused = [rope[kind] for kind in ("full_attention", "sliding_attention") if kind in rope and kind not in kinds]
     for parameters in rope_parameters_of(network):
+        if parameters in unused:
+            continue
         kind = parameters.get("rope_type", "default")
         if kind != "default" and not needs.rotary_dims:
             raise ValueError(
@@ -123,8 +141,13 @@ def _check_rotary_dims(network: Any, needs: Survey) -> None:
             )
 
 
-def _lengths(network: Any) -> Iterator[int]:
-    """Yield the maximum sequence length of each rotary embedding."""
-    length = int(network.max_position_embeddings)
+def _lengths(network: Any, needs: Survey) -> Iterator[int]:
+    """Yield the maximum sequence length of each rotary embedding. Raises ValueError."""
+    stated = (getattr(network, name, None) for name in _LENGTHS)
+    length = next((length for length in stated if isinstance(length, int)), None)
+    if length is None and needs.has_slopes:
+        length = _WITHOUT_LIMIT
+    if length is None:
+        raise ValueError(f"a model {network.model_type} is not supported: its max_position_embeddings is not stated")
     for parameters in rope_parameters_of(network) or [{}]:
-        yield scaled_length(parameters.get("rope_type", "default"), parameters, length)
+        yield scaled_length(parameters.get("rope_type", "default"), parameters, length) - needs.first_position

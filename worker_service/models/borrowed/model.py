@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from kernels.backends import ops_for
-from worker_service.models.borrowed.attention import NAME, within
+from worker_service.models.borrowed.attention import Softmax, within
 from worker_service.models.borrowed.config import TransformersConfig
-from worker_service.models.borrowed.network import Head, build_network
+from worker_service.models.borrowed.network import Body, Head, attention_of, build_network
 from worker_service.models.borrowed.weights import checkpoint_places
 from worker_service.models.causal_model import AdapterPlace, Attention, Cache, Slots, by_layer
 from worker_service.models.layers.linear import NONE_QUANTIZED, Linear, Quantization, Quantized
@@ -27,9 +27,9 @@ class TransformersModel:
         """Allocate weights unfilled; tensors that follow from the configuration, such as rotary frequencies, are
         filled."""
         self.config = config
-        self._network = build_network(config, dtype, device, NAME)
-        self._body = self._network.get_decoder()
-        self._head = Head(self._network, self._body)
+        self._network = build_network(config, dtype, device, attention_of(config.network_class))
+        self._body = Body(self._network)
+        self._head = Head(self._network, self._body.module)
         self._adapter_slots: Tensor | None = None  # None outside a forward pass
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
@@ -46,7 +46,7 @@ class TransformersModel:
         experts."""
         places = {}
         names = {id(module): name for name, module in self._network.named_modules()}
-        for module in self._body.modules():
+        for module in self._body.module.modules():
             if type(module) is nn.Linear and ".experts." not in names[id(module)]:
                 linear = Linear(module.weight)
                 places[names[id(module)]] = AdapterPlace(
@@ -74,15 +74,7 @@ class TransformersModel:
     ) -> Tensor:
         self._adapter_slots = adapter_slots
         with within(_CachedAttention(slots, attention, cache)):
-            output = self._body(
-                input_ids=token_ids[None],
-                position_ids=positions[None],
-                # Without a mask, transformers would look for sequence boundaries in the positions.
-                attention_mask=token_ids.new_ones((1, len(token_ids))),
-                use_cache=False,
-            )
-        hidden: Tensor = output.last_hidden_state[0]
-        return hidden
+            return self._body(token_ids, positions)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return self._head(inputs_embeds=hidden[None])
@@ -94,17 +86,13 @@ class _CachedAttention:
     def __init__(self, slots: Slots, attention: Attention, cache: Cache) -> None:
         self._layers = by_layer(slots, attention, cache)
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        soft_cap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         layer_cache, slots, metadata = next(self._layers)
-        ops = ops_for(layer_cache.device)
+        ops, bias = ops_for(layer_cache.device), None
         ops.store_kv(key, value, layer_cache, slots)
-        return ops.paged_attention(query, layer_cache, metadata, scale, window, soft_cap, sinks=sinks)
+        if softmax.slopes is not None:
+            distances = torch.arange(metadata.max_context_len, device=query.device)
+            bias = -softmax.slopes[:, None] * distances
+        return ops.paged_attention(
+            query, layer_cache, metadata, softmax.scale, softmax.window, softmax.soft_cap, bias, sinks=softmax.sinks
+        )

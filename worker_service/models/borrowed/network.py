@@ -2,12 +2,16 @@
 head's product is float32; the network's own code caps and scales these logits."""
 
 import copy
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from worker_service.models.borrowed.attention import NAME
+from worker_service.models.borrowed.older_attention import KeyCache, replace_products
 from worker_service.models.borrowed.weights import tied_tensors
 from worker_service.models.layers.linear import Linear
 
@@ -26,6 +30,65 @@ def build_network(config: Any, dtype: torch.dtype, device: torch.device, attenti
         weight = torch.empty_like(network.get_parameter(inner))
         setattr(network.get_submodule(module), name, nn.Parameter(weight, requires_grad=False))
     return network.requires_grad_(False).eval()
+
+
+def attention_of(network_class: Any) -> str:
+    """The `attn_implementation` to build a decoder with. Older code knows only transformers' own; `Body` changes it."""
+    return NAME if network_class._can_set_attn_implementation() else "eager"
+
+
+class Body:
+    """A network's layers without its output head."""
+
+    def __init__(self, network: Any) -> None:
+        self.module = network.get_decoder()
+        if not isinstance(self.module, PreTrainedModel):  # ModernBERT's output head is named "decoder"
+            self.module = network.base_model
+        self.module.config._attn_implementation_internal = NAME
+        self._is_older = not self.module._can_set_attn_implementation()
+        self._takes = signature(self.module.forward).parameters
+        self._first, self._positions = self.first_position, torch.empty(0)
+        self._embeds = False
+        for name, module in self.module.named_modules() if "position_ids" not in self._takes else ():
+            if name.endswith("embed_positions") and "position_ids" in signature(module.forward).parameters:
+                module.register_forward_pre_hook(self._with_positions, with_kwargs=True)
+                self._embeds = True
+        if self._is_older:
+            replace_products(network)
+
+    @property
+    def takes_positions(self) -> bool:
+        """Whether the positions given to a call have an effect."""
+        return "position_ids" in self._takes or self._embeds
+
+    @property
+    def first_position(self) -> int:
+        """Position of the first token: families like RoBERTa reserve smaller ones for padding."""
+        for module in self.module.modules():
+            if hasattr(module, "create_position_ids_from_input_ids"):
+                if module.padding_idx is None:
+                    raise ValueError("its pad_token_id is not stated, after which its positions begin")
+                return 1 + int(module.padding_idx)
+        return 0
+
+    def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """token_ids: [num_tokens]; positions: [num_tokens], the first token's is 0. Returns hidden states, [num_tokens,
+        hidden_size]."""
+        positions = self._positions = positions + self._first if self._first else positions
+        # Without a mask, transformers would look for sequence boundaries in the positions.
+        inputs = {
+            "input_ids": token_ids[None],
+            "attention_mask": token_ids.new_ones((1, len(token_ids) + self._is_older)),
+            "position_ids": positions[None],
+            "past_key_values": KeyCache() if self._is_older else None,
+        }
+        output = self.module(**{name: value for name, value in inputs.items() if name in self._takes}, use_cache=False)
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def _with_positions(self, _: nn.Module, inputs: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Inputs of an embedding that would count from the first token of a step."""
+        return inputs, options | {"position_ids": self._positions}
 
 
 class Head:

@@ -5,13 +5,14 @@ differently in config.json."""
 import copy
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.pytorch_utils import Conv1D
 
-from worker_service.models.borrowed.attention import NAME, within
+from worker_service.models.borrowed.attention import NAME, Softmax, within
+from worker_service.models.borrowed.network import Body, attention_of
 from worker_service.models.borrowed.weights import checkpoint_places, tied_tensors
 from worker_service.models.config.config_limits import check_padding
 
@@ -30,35 +31,29 @@ class Survey:
     """See `ModelConfig.ignored_tensors`."""
     rotary_dims: frozenset[int]
     """Rotated elements of a head; several entries if layers differ."""
+    has_slopes: bool
+    """Whether scores fall with the distance in all layers (ALiBi)."""
+    first_position: int
+    """See `Body.first_position`."""
 
 
 class _Observer:
-    """An `Attention` that records shapes and windows, and computes nothing."""
+    """An `Attention` that records shapes and options, and computes nothing."""
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, int]] = []
-        self.windows: list[int | None] = []
+        self.options: list[Softmax] = []
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        soft_cap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        del scale, soft_cap, sinks
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         if value.shape != key.shape or query.shape[2] != key.shape[2] or query.shape[1] % key.shape[1]:
             raise ValueError(
                 f"its queries, keys and values have heads that do not match: {_sizes(query)}, {_sizes(key)} and "
                 f"{_sizes(value)}"
             )
-        if window is not None and window < 1:
-            raise ValueError(f"its sliding_window is {window}; it must be at least 1")
+        if softmax.window is not None and softmax.window < 1:
+            raise ValueError(f"its sliding_window is {softmax.window}; it must be at least 1")
         self.shapes.append((key.shape[1], key.shape[2]))
-        self.windows.append(window)
+        self.options.append(softmax)
         return torch.empty_like(query)
 
 
@@ -69,51 +64,57 @@ def survey(network_class: Any, config: Any) -> Survey:
         with torch.device("meta"), torch.inference_mode():
             # "batched_mm" is the only implementation of experts that does not read tensors' values.
             network = network_class._from_config(
-                _without_data(config), attn_implementation=NAME, experts_implementation="batched_mm"
+                _without_data(config),
+                attn_implementation=attention_of(network_class),
+                experts_implementation="batched_mm",
             )
-            body = network.get_decoder()
-            if body is network or "position_ids" not in signature(body.forward).parameters:
-                raise ValueError("its code takes no positions")
-            if any(isinstance(module, torch.nn.Conv1d) for module in network.modules()):
+            body = Body(network)
+            if any("Conv" in type(module).__name__ and type(module) is not Conv1D for module in body.module.modules()):
                 raise ValueError("it has convolutions, which need tokens outside a chunk")
             checkpoint_places(network)
-            tokens = torch.zeros((1, 2), dtype=torch.long)
+            tokens = torch.zeros(2, dtype=torch.long)
             with within(observer):
-                output = body(
-                    input_ids=tokens, position_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False
-                )
+                hidden = body(tokens, tokens)
     except ValueError:
         raise
     except Exception as error:
         if "Padding_idx" in str(error):
             check_padding(config)
         # The network's code may raise any error on the meta device.
+        if "meta" in str(error):
+            raise ValueError("its code reads computed numbers, so that its cache's sizes cannot be found") from error
+        if isinstance(error, KeyError) and NAME in error.args:
+            raise ValueError("its code runs with no attention but transformers' own") from error
         raise ValueError(f"its code does not run with our attention: {error or type(error).__name__}") from error
+    has_slopes = all(softmax.slopes is not None for softmax in observer.options)
+    if not (body.takes_positions or has_slopes):
+        raise ValueError("its code takes no positions")
     if not observer.shapes:
         raise ValueError("it has no layer with attention")
-    if len(observer.shapes) < config.num_hidden_layers:
-        raise ValueError(
-            f"{len(observer.shapes)} of its {config.num_hidden_layers} layers use an attention that can be replaced"
-        )
+    text = config.get_text_config(decoder=True)
+    num_layers = getattr(text, "decoder_layers", text.num_hidden_layers)
+    if len(observer.shapes) < num_layers:
+        raise ValueError(f"{len(observer.shapes)} of its {num_layers} layers use an attention that can be replaced")
     if len(set(observer.shapes)) > 1:
         sizes = " and ".join(f"{heads} x {size}" for heads, size in sorted(set(observer.shapes)))
         raise ValueError(f"its layers have keys of different sizes, {sizes}")
-    hidden_size = output.last_hidden_state.shape[-1]
     return Survey(
         len(observer.shapes),
         *observer.shapes[0],
-        tuple(observer.windows),
-        hidden_size,
+        tuple(softmax.window for softmax in observer.options),
+        hidden.shape[-1],
         {name: other for name, (_, other) in tied_tensors(network).items()},
         tuple(network._keys_to_ignore_on_load_unexpected or ()),
         frozenset(2 * len(buffer) for name, buffer in network.named_buffers() if name.endswith("inv_freq")),
+        has_slopes,
+        body.first_position,
     )
 
 
 def _without_data(config: Any) -> Any:
     """A copy whose rotary frequencies do not depend on the positions' values; shapes are the same."""
     other = copy.deepcopy(config)
-    parameters = getattr(other, "rope_parameters", None) or {}
+    parameters = getattr(other.get_text_config(decoder=True), "rope_parameters", None) or {}
     for rope in (parameters, *parameters.values()):
         if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):
             rope["rope_type"] = "default"

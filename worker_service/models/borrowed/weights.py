@@ -32,9 +32,10 @@ def _name_in_checkpoint(network: Any, name: str) -> str:
 
 def checkpoint_places(network: Any) -> dict[str, Tensor]:
     """Places for checkpoint tensors, by name. Raises ValueError if a tensor is no view of a parameter."""
-    # A tied weight has several names in the network; checkpoints use the first.
+    # A tied weight has several names in the network; checkpoints use the one that the others are tied to.
     weights: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in network.state_dict(keep_vars=True).items():
+    is_tied = network.all_tied_weights_keys.__contains__
+    for name, tensor in sorted(network.state_dict(keep_vars=True).items(), key=lambda item: is_tied(item[0])):
         if tensor.is_floating_point():
             weights.setdefault(id(tensor), (name, tensor))
     views = {name: tensor.detach().as_subclass(_View) for name, tensor in weights.values()}

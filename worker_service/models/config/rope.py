@@ -23,7 +23,7 @@ ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
 """Keys by `rope_type`, besides `rope_theta` and some families' `partial_rotary_factor`."""
 _YARN_FACTOR = "attn_factor"
 """A factor on cosines and sines from YaRN's first code, applied as in vLLM; transformers does not support it."""
-NOTES = ("finetuned",)
+NOTES = ("finetuned", "max_position_embeddings")
 """Notes on training without effect on inference."""
 _ORIGINAL = "original_max_position_embeddings"
 _LONGEST = LARGEST

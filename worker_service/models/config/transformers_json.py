@@ -16,8 +16,9 @@ from worker_service.wording import named
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
-_PROPERTIES = frozenset({"model_type", "num_labels", "rope_scaling"})
+_PROPERTIES = frozenset({"model_type", "num_labels", "per_layer_config", "rope_scaling"})
 """Keys that all configuration classes accept without a field."""
+_INFINITIES = ({"__float__": "Infinity"}, {"__float__": "-Infinity"})
 
 
 def parse(json: Mapping[str, Any]) -> Any:
@@ -29,7 +30,7 @@ def parse(json: Mapping[str, Any]) -> Any:
     check_values(json, config_class)
     own = {field.name for field in fields(config_class)} | _PROPERTIES
     wanted = {
-        name: value
+        name: _with_infinities(value)
         for name, value in json.items()
         # These keys could make transformers load code or read other files.
         if name not in BOOKKEEPING | CODE | EXECUTION
@@ -47,5 +48,16 @@ def parse(json: Mapping[str, Any]) -> Any:
             zeros = [named(name) for name, value in wanted.items() if value == 0 and name not in HARMLESS]
             why += f", where 0 is {' and '.join(zeros)}"
         raise ValueError(f"it describes no model {family}: {why}") from error
-    check_sizes(network)
+    try:
+        check_sizes(network)
+        check_sizes(network.get_text_config(decoder=True))
+    except RuntimeError as error:  # transformers': a size differs between layers
+        raise ValueError(f"a model {family} is not supported: its layers have different sizes") from error
     return network
+
+
+def _with_infinities(value: Any) -> Any:
+    """transformers writes an infinity as an object, such as the limit of Mamba's `time_step_limit`."""
+    if isinstance(value, list):
+        return [_with_infinities(one) for one in value]
+    return float(value["__float__"]) if value in _INFINITIES else value

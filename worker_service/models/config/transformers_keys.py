@@ -6,17 +6,19 @@ import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from worker_service.models.config.config_keys import check_all_read
+from worker_service.models.config.config_keys import HARMLESS, check_all_read
 from worker_service.models.config.rope import NOTES, ROPE_KEYS
+from worker_service.models.config.transformers_json import parse
 from worker_service.read_keys import ReadKeys
 from worker_service.wording import shown
 
 _READS = re.compile(r"""config(?:\.|, ["'])(\w+)""")
-_READS_OF_ROPE = re.compile(r"""rope_parameters\[["'](\w+)["']\]""")
+_READS_OF_ROPE = re.compile(r"""rope_parameters(?:\[|\.get\()["'](\w+)["']""")
 _TAKES = re.compile(r"""kwargs(?:\.get\(|\.pop\(|\[)\s*["'](\w+)["']""")
 _REPEATED = {
     "activation_function": "hidden_act", "layer_norm_eps": "norm_eps", "layer_norm_epsilon": "norm_epsilon",
@@ -34,18 +36,33 @@ _FULL_LAYERS = {"_sliding_window_pattern": 1, "global_attn_every_n_layers": 0, "
 _IN_FLOAT32 = {"attention_softmax_in_fp32": True, "scale_attention_softmax_in_fp32": True, "scale_attn_weights": True}
 _NEUTRAL: Mapping[str, Mapping[str, object]] = {
     "apertus": {"post_norm": False, "qk_norm": True},
+    "bloom": {
+        "attention_softmax_in_fp32": True, "bias_dropout_fusion": True, "masked_softmax_fusion": True,
+        "offset_alibi": 100, "seq_length": 2_048, "skip_bias_add": True, "skip_bias_add_qkv": False,
+    },
     "cohere2": {
         "order_of_interleaved_layers": "local_attn_first", "position_embedding_type": "rope_gptj",
         "use_gated_activation": True, "use_parallel_block": True,
     },
+    "codegen": {"scale_attn_weights": True},
     "ernie4_5": {"compression_ratio": 1},
     "gpt2": {"n_special": 0, "predict_special_tokens": True},
+    "gptj": {"rotary": True, "scale_attn_weights": True},
     "modernbert": {"position_embedding_type": "sans_pos"},
     # StarCoder2's first files say "gelu", but the network uses hidden_act.
     "starcoder2": {"activation_function": "gelu", "mlp_type": "default", "norm_type": "layer_norm", **_IN_FLOAT32},
     "stablelm": {"rotary_scaling_factor": 1},
 }  # fmt: skip
 """Unread keys in published files, by family, with the only value accepted, which transformers' code always uses."""
+
+_ONLY: Mapping[str, Mapping[str, object]] = {
+    "mpt": {
+        "attn_config.alibi": True, "attn_config.alibi_bias_max": 8, "attn_config.attn_type": "multihead_attention",
+        "attn_config.attn_uses_sequence_id": False, "attn_config.prefix_lm": False, "attn_config.qk_ln": False,
+        "embedding_fraction": 1.0, "expansion_ratio": 4, "logit_scale": None, "no_bias": True,
+    },
+}  # fmt: skip
+"""Fields of transformers' classes that their code does not read, by family, with the value that the code implements."""
 
 
 def check_known(json: Mapping[str, Any], network: Any, network_class: Any) -> None:
@@ -59,6 +76,10 @@ def check_known(json: Mapping[str, Any], network: Any, network_class: Any) -> No
         keys.neutral(use_sliding_window=False)
     _check_full_layers(keys, network)
     _check_repeated_of_rope(keys, network)
+    for name, value in _ONLY.get(network.model_type, {}).items():
+        if (said := attrgetter(name)(network)) != value:
+            raise ValueError(f"{name} is {shown(said)}; transformers' code of a model {network.model_type} ignores it")
+    _check_computed(keys)
     check_all_read(keys, network.model_type)
     for parameters in rope_parameters_of(network):
         _check_rope(ReadKeys(parameters), network.model_type, _matches(_READS_OF_ROPE, network_class))
@@ -78,7 +99,7 @@ def _is_known(name: str, network: Any, read: frozenset[str]) -> bool:
     if name in own.union(config_class.attribute_map, config_class.attribute_map.values()):
         return True
     if name.startswith("_") or hasattr(config_class, name):  # not passed by `parse`
-        return name == "rope_scaling" and hasattr(network, "rope_parameters")
+        return name == "per_layer_config" or (name == "rope_scaling" and hasattr(network, "rope_parameters"))
     classes = config_class.__mro__[: config_class.__mro__.index(PreTrainedConfig)]
     return not hasattr(network, name) or name in read.union(*(_matches(_TAKES, one) for one in classes))
 
@@ -87,6 +108,14 @@ def _is_known(name: str, network: Any, read: frozenset[str]) -> bool:
 def _matches(pattern: re.Pattern[str], of_class: type) -> frozenset[str]:
     """All matches in the module that defines the class."""
     return frozenset(pattern.findall(inspect.getsource(sys.modules[of_class.__module__])))
+
+
+def _check_computed(keys: ReadKeys) -> None:
+    """Mark keys as read that transformers' class computes from the others, with the values that it computes."""
+    unread = keys.unread().keys() - HARMLESS
+    if unread:
+        others = parse({name: value for name, value in keys.plain.items() if name not in unread})
+        keys.neutral(**{name: getattr(others, name) for name in unread & vars(others).keys()})
 
 
 def _check_full_layers(keys: ReadKeys, network: Any) -> None:

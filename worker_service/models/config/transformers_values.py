@@ -15,7 +15,7 @@ _COUNTED: Mapping[str, int] = {"layer": 512, "block": 512, "expert": 4_096, "hea
 is read. The deepest published network has 126 layers."""
 _MAX_HEADS = 1 << 15
 """Attention heads in all layers. StableLM's code creates two objects for each; the published maximum is 16,128."""
-_NO_COUNT = re.compile("dim|epsilon|eps|index|length|size|token|window")
+_NO_COUNT = re.compile("dim|epsilon|eps|index|length|size|theta|token|window")
 _NO_AMOUNT = re.compile("index|token_id")
 _FROM_ONE = ("hidden_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers",
                  "type_vocab_size", "vocab_size")  # fmt: skip
@@ -32,10 +32,11 @@ _OF_ROPE_AT_TOP = ("partial_rotary_factor", "rope_pct", "rope_theta", "rotary_em
 
 def check_values(json: Mapping[str, Any], config_class: Any) -> None:
     """Raise a ValueError that names the key of an invalid value."""
+    defaults = {field.name: field.default for field in fields(config_class)}
     for name, value in _numbers(json):
         if not math.isfinite(value):
             raise ValueError(f"{named(name)} is {value}; it must be a finite number")
-        if value <= 0 and _DIVISORS.fullmatch(name):
+        if value <= 0 and _DIVISORS.fullmatch(name) and value != defaults.get(name):
             raise ValueError(f"{named(name)} is {value}; it must be above 0, because the network divides by it")
         key = name.rpartition(".")[2]
         for word in (word for word in _COUNTED if word in key and not _NO_COUNT.search(key)):

@@ -64,9 +64,9 @@ class EncoderConfig:
         classifies = name.endswith("ForSequenceClassification")
         mapping = (AutoModelForSequenceClassification if classifies else AutoModel)._model_mapping
         network_class = mapping[type(network)]
-        if getattr(network, "is_decoder", False) or network.is_encoder_decoder:
+        if network.is_encoder_decoder:
             raise ValueError(
-                f"a model {network.model_type} is not supported as a decoder (is_decoder, is_encoder_decoder)"
+                f"is_encoder_decoder is true; a model {network.model_type} is not supported as an encoder-decoder"
             )
         body = AutoModel._model_mapping[type(network)]
         if not (classifies or name in ("", body.__name__) or name.endswith(_FILLS_GAPS)):

@@ -1,0 +1,183 @@
+"""Every causal type of transformers, compared with transformers in float32: `python tests/worker/model_sweep.py`.
+
+Each type's tiny random network runs in a process of its own, forked from this one, with a time limit. `--write` writes
+the table of docs/models.md, which tests/worker/models/test_model_table.py reads. Names of types select them.
+"""
+
+import argparse
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from stepped_worker import PROMPT, Oracle, SteppedWorker, generate_with_everything, load_runner, make_nan
+from tiny_networks import save_tokenizer, tiny_network
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from worker_service.loading.checkpoint import Checkpoint
+from worker_service.models.decoders.families import FAMILIES
+from worker_service.models.registry import read_config
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+TABLE = re.compile(r"(<!-- table of types -->\n).*?(<!-- end -->\n)", re.DOTALL)
+TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+NATIVE, THEIRS, REFUSED, WRONG, NOT_BUILT = "native", "transformers' code", "refused", "WRONG", "not built"
+SECONDS = 120
+NUM_TOKENS = 14
+MAX_REASON = 240
+TOLERANCE = 1e-3
+"""Of log-probabilities, for each unit of the largest logit."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    model_type: str
+    status: str
+    reason: str = ""
+    seconds: float = 0.0
+
+
+def check(model_type: str, folder: Path) -> Outcome:
+    """Compare one type. Its checkpoint is written to `folder`."""
+    try:
+        network = tiny_network(model_type)
+        network.save_pretrained(folder)
+        save_tokenizer(folder)
+        oracle = Oracle(folder)
+        expected = oracle.logprobs(PROMPT)
+        if not expected.isfinite().all():
+            raise ValueError("its logits are not finite")
+    except Exception as error:  # the code of any type
+        return Outcome(model_type, NOT_BUILT, one_line(error))
+    try:
+        read_config(Checkpoint(folder).config)
+    except ValueError as error:
+        return Outcome(model_type, REFUSED, reason_of(error))
+    except Exception as error:  # a mistake
+        return Outcome(model_type, WRONG, f"{type(error).__name__}: {one_line(error)}")
+    try:
+        reason = compare(folder, oracle, expected)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {one_line(error)}"
+    if reason:
+        return Outcome(model_type, WRONG, reason)
+    return Outcome(model_type, NATIVE if model_type in FAMILIES else THEIRS)
+
+
+def compare(folder: Path, oracle: Oracle, expected: torch.Tensor) -> str:
+    """What differs, or "". expected: log-probabilities of PROMPT."""
+    runner = load_runner(folder)
+    for chunk_lens in ([len(PROMPT) - 1], [5, 1, 17, 13]):
+        make_nan(runner.cache_engine.device_blocks)
+        found = SteppedWorker(runner).prompt_logprobs(chunk_lens)
+        difference = float((found - expected[:-1]).abs().max())
+        if not difference <= TOLERANCE * max(1.0, float(expected.abs().max()) / 10):
+            return f"log-probabilities differ by {difference:.2g} in chunks of {chunk_lens}"
+    make_nan(runner.cache_engine.device_blocks)
+    greedy, beside = oracle.greedy(PROMPT, NUM_TOKENS), oracle.greedy(PROMPT[:20], 4)
+    found_tokens = generate_with_everything(SteppedWorker(runner), NUM_TOKENS)
+    if found_tokens != (greedy, beside):
+        return f"tokens are {found_tokens}, and transformers' {(greedy, beside)}"
+    return ""
+
+
+def one_line(error: Exception) -> str:
+    """The beginning of a long text."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= MAX_REASON else f"{text[:MAX_REASON].rpartition(' ')[0]} …"
+
+
+def reason_of(error: Exception) -> str:
+    """A refusal without the type's name."""
+    return re.sub(r"^a model \S+ is not supported: ", "", one_line(error))
+
+
+def in_child(model_type: str) -> Outcome:
+    """`check` in a forked process that ends after SECONDS."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        signal.alarm(SECONDS)
+        with tempfile.TemporaryDirectory() as folder, os.fdopen(writer, "w") as answer:
+            outcome = check(model_type, Path(folder))
+            answer.write(f"{outcome.status}\n{outcome.reason}")
+        os._exit(0)
+    os.close(writer)
+    start = time.monotonic()
+    with os.fdopen(reader) as answer:
+        status, _, reason = answer.read().partition("\n")
+    _, code = os.waitpid(child, 0)
+    if not status:
+        return Outcome(model_type, WRONG, f"its process ended with {code} within {SECONDS} s")
+    return Outcome(model_type, status, reason, time.monotonic() - start)
+
+
+def sweep(types: Sequence[str], processes: int) -> Iterator[Outcome]:
+    with ThreadPoolExecutor(processes) as pool:
+        yield from pool.map(in_child, types)
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """Markdown: one line for types with the same outcome."""
+    lines = [
+        f"With transformers {transformers.__version__}, {len(outcomes)} types:\n",
+        "| outcome | number | types |",
+        "|---|---|---|",
+    ]
+    rows: dict[tuple[str, str], list[str]] = {}
+    for outcome in outcomes:
+        rows.setdefault((outcome.status, outcome.reason), []).append(outcome.model_type)
+    order = (NATIVE, THEIRS, WRONG, REFUSED, NOT_BUILT)
+    for (status, reason), types in sorted(rows.items(), key=lambda row: (order.index(row[0][0]), row[1])):
+        said = f"{status}: {reason}" if reason else status
+        lines.append(f"| {said.replace('|', '&#124;')} | {len(types)} | {', '.join(f'`{name}`' for name in types)} |")
+    return "\n".join(lines) + "\n"
+
+
+def read_table(page: str) -> dict[str, Outcome]:
+    """The outcomes in docs/models.md, by type."""
+    found: dict[str, Outcome] = {}
+    for line in page.splitlines():
+        said, _, types = (
+            (cell.strip() for cell in line.strip("|").split(" | ")) if line.count(" | ") == 2 else ("", "", "")
+        )
+        status, _, reason = said.partition(": ")
+        for name in re.findall(r"`([\w-]+)`", types) if status in (NATIVE, THEIRS, REFUSED, NOT_BUILT) else ():
+            found[name] = Outcome(name, status, reason.replace("&#124;", "|"))
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("types", nargs="*", default=TYPES, help="types to compare (default: all)")
+    parser.add_argument("--write", action="store_true", help="write the table of docs/models.md")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="processes at a time")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    start, outcomes = time.monotonic(), []
+    with tempfile.TemporaryDirectory() as folder:
+        check("olmo", Path(folder))  # imports most modules, which forked processes need not import again
+    for outcome in sweep(options.types, options.processes):
+        print(f"{outcome.model_type:28} {outcome.status:20} {outcome.seconds:5.1f} s  {outcome.reason}", flush=True)
+        outcomes.append(outcome)
+    totals = Counter(outcome.status for outcome in outcomes)
+    print(", ".join(f"{count} {status}" for status, count in totals.items()), f"in {time.monotonic() - start:.0f} s")
+    if options.write:
+        page = PAGE.read_text()
+        PAGE.write_text(TABLE.sub(lambda found: found[1] + table(outcomes) + found[2], page))
+    return totals[WRONG] > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

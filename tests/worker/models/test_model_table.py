@@ -1,0 +1,31 @@
+"""The table of types in docs/models.md, which tests/worker/model_sweep.py makes."""
+
+import json
+
+import pytest
+import transformers
+from model_sweep import PAGE, REFUSED, TYPES, Outcome, read_table, reason_of
+from tiny_networks import tiny_config
+
+from worker_service.models.registry import read_config
+
+OUTCOMES = read_table(PAGE.read_text())
+REFUSALS = {outcome.reason: outcome for outcome in OUTCOMES.values() if outcome.status == REFUSED}
+"""One type for each reason: a type's modules take up to a second to import."""
+
+
+@pytest.fixture(autouse=True)
+def _same_transformers() -> None:
+    if f"transformers {transformers.__version__}," not in PAGE.read_text():
+        pytest.skip("the table is of another version of transformers")
+
+
+def test_the_table_has_every_causal_type_once() -> None:
+    assert sorted(OUTCOMES) == TYPES
+
+
+@pytest.mark.parametrize("outcome", REFUSALS.values(), ids=lambda outcome: outcome.model_type)
+def test_a_refused_type_is_refused_for_the_reason_in_the_table(outcome: Outcome) -> None:
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011 (the whole sentence is compared)
+        read_config(json.loads(tiny_config(outcome.model_type).to_json_string()))
+    assert reason_of(refusal.value) == outcome.reason
