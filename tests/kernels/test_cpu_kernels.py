@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels import reference
 from kernels.attention import narrow_cache
 from kernels.inputs import AttentionMetadata, rotary_tables
-from kernels.ops import LoraWeights
+from kernels.ops import Activation, ClampedSwiglu, LoraWeights
 
 NAN = float("nan")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -397,7 +397,7 @@ def test_a_fused_projection_attends_as_its_parts_do(
     rotation = None
     if pairs is not None:
         rotation = rotary_tables(torch.arange(11) * 17, 100.0 ** -torch.linspace(0, 1, pairs), 1.25)
-    arguments = (torch.tensor(slots), metadata, 0.3, 20)
+    arguments = (torch.tensor(slots), metadata, 0.3, 20, None, torch.randn(4, generator=generator))
     expected_cache = cache.clone()
     expected = reference.qkv_attention(qkv.clone(), norms, 1e-5, 1.0, rotation, expected_cache, *arguments)
     close(kernels.qkv_attention(qkv, norms, 1e-5, 1.0, rotation, cache, *arguments), expected, dtype)
@@ -563,8 +563,10 @@ def test_what_an_adapter_adds_does_not_depend_on_other_rows(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
-def test_gated_activation(kernels: ModuleType, activation: str, dtype: torch.dtype, generator: torch.Generator) -> None:
+@pytest.mark.parametrize("activation", [*reference.ACTIVATIONS, ClampedSwiglu(1.7, 2.5)])
+def test_gated_activation(
+    kernels: ModuleType, activation: Activation, dtype: torch.dtype, generator: torch.Generator
+) -> None:
     for shape in ((0, 8), (1, 2), (5, 246), (40, 3072)):
         x = (torch.randn(shape, generator=generator) * 4).to(dtype)
         expected = reference.gated_activation(x.float(), activation)
