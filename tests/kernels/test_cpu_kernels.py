@@ -511,15 +511,18 @@ def test_a_fused_projection_stores_in_8_bits_what_it_would_have_stored(
     qkv, norms = torch.randn(10, 8 * 64, generator=generator).to(dtype), tuple(torch.ones(2, 64, dtype=dtype))
     rotation = rotary_tables(torch.arange(10) * 17, 100.0 ** -torch.linspace(0, 1, 16), 1.25)
     stored = narrow_cache.narrowed(cache)
-    found = kernels.qkv_attention(qkv.clone(), norms, 1e-5, 1.0, rotation, stored, slots, metadata, 0.3)
-    kernels.qkv_attention(qkv.clone(), norms, 1e-5, 1.0, rotation, cache, slots, metadata, 0.3)
+    sinks = torch.tensor([-2.0, 0.0, 1.5, 9.0])
+    arguments = (slots, metadata, 0.3, None, None, sinks)
+    found = kernels.qkv_attention(qkv.clone(), norms, 1e-5, 1.0, rotation, stored, *arguments)
+    kernels.qkv_attention(qkv.clone(), norms, 1e-5, 1.0, rotation, cache, *arguments)
     assert torch.equal(stored, narrow_cache.narrowed(cache))
     # A prepared query attends to what was stored.
     heads = qkv.clone().view(10, 8, 64)
     query = kernels.rms_norm(heads[:, :4], norms[0], 1e-5, 1.0, torch.float32)
     kernels.rotary_embedding(query, *rotation)
     meant = narrow_cache.widened(stored, dtype)
-    close(found.view(10, 4, 64), kernels.paged_attention(query.to(dtype), meant, metadata, 0.3), dtype)
+    expected = kernels.paged_attention(query.to(dtype), meant, metadata, 0.3, sinks=sinks)
+    close(found.view(10, 4, 64), expected, dtype)
 
 
 def lora_case(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor, LoraWeights]:

@@ -53,7 +53,7 @@ class Checkpoint:
         self.quantization = quantization = self.config.pop("quantization_config", None)
         """quantization_config of config.json; None for unquantised weights."""
         self.packed: PackedWeights | MxFloat4Experts | None = None
-        """Quantised weights; None if all weights are unquantised."""
+        """Quantised weights; None if there are none, or if config.json says to dequantise them."""
         if weights is None:
             files = weights = WeightFiles(path)
             in_mx_float4 = isinstance(quantization, dict) and quantization.get("quant_method") == METHOD
