@@ -62,7 +62,27 @@ class GroupedWeight(NamedTuple):
     order: Tensor | None = None
 
 
-QuantizedWeight = GroupedWeight | Float8Weight
+class MxFloat4Weight(NamedTuple):
+    """A weight in MXFP4, see `kernels.linear.mx_float4`. numbers: [outputs, inputs] uint8, e2m1 in the lower four bits.
+    scales: [outputs, inputs / 32] uint8, exponents of two plus 127."""
+
+    numbers: Tensor
+    scales: Tensor
+
+
+QuantizedWeight = GroupedWeight | Float8Weight | MxFloat4Weight
+
+
+class ClampedSwiglu(NamedTuple):
+    """The activation `(up + 1) * gate * sigmoid(alpha * gate)`, with gate at most `limit` and up within ±limit
+    (gpt-oss; OpenAI, 2025). Gate and up alternate in the input: gate, up, gate, up."""
+
+    alpha: float
+    limit: float
+
+
+Activation = str | ClampedSwiglu
+"""A name in `kernels.reference.ACTIVATIONS`, or a `ClampedSwiglu`."""
 
 
 class Ops(Protocol):
@@ -114,9 +134,10 @@ class Ops(Protocol):
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor: ...
 
-    def gated_activation(self, x: Tensor, activation: str) -> Tensor: ...
+    def gated_activation(self, x: Tensor, activation: Activation) -> Tensor: ...
 
     def pack(self, weight: Tensor, wide: bool = False) -> Product | None: ...
 
@@ -127,6 +148,8 @@ class Ops(Protocol):
     def pack_w8a8(self, weight: Tensor, wide: bool = False) -> Table | None: ...
 
     def pack_grouped(self, weight: GroupedWeight, wide: bool = False) -> Table | None: ...
+
+    def pack_mx_float4(self, weight: MxFloat4Weight, wide: bool = False) -> Product | None: ...
 
     def pack_float8(self, weight: Float8Weight, wide: bool = False) -> Product: ...
 

@@ -21,10 +21,10 @@ from kernels.linear.experts import combine_rows as combine_rows
 from kernels.linear.experts import grouped_float8 as grouped_float8
 from kernels.linear.experts import grouped_linear as grouped_linear
 from kernels.linear.experts import pack_batch_invariant as pack_batch_invariant
-from kernels.ops import GroupedWeight, LoraWeights, Ops, Product, Table
+from kernels.ops import Activation, ClampedSwiglu, GroupedWeight, LoraWeights, MxFloat4Weight, Ops, Product, Table
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
-"""Functions of `gated_activation`."""
+"""Names of functions of `gated_activation`."""
 
 WIDE_PRODUCTS = False
 GROUPED_PRODUCTS = False
@@ -130,9 +130,13 @@ def paged_attention(
 qkv_attention = partial(composed.qkv_attention, cast(Ops, sys.modules[__name__]))
 
 
-def gated_activation(x: Tensor, activation: str) -> Tensor:
-    """`activation(gate) * up` in float32 (Shazeer, 2020). x: [..., 2 * n], gate then up. activation: in `ACTIVATIONS`.
+def gated_activation(x: Tensor, activation: Activation) -> Tensor:
+    """`activation(gate) * up` in float32 (Shazeer, 2020). x: [..., 2 * n], gate then up; see also `ClampedSwiglu`.
     Returns [..., n]."""
+    if isinstance(activation, ClampedSwiglu):
+        alpha, limit = activation
+        gate, up = x.float()[..., ::2].clamp(max=limit), x.float()[..., 1::2].clamp(-limit, limit)
+        return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(x.dtype)
     gate, up = x.float().chunk(2, dim=-1)
     if activation == "silu":
         activated = functional.silu(gate)
@@ -205,6 +209,11 @@ def pack_w8a8(weight: Tensor, wide: bool = False) -> Table | None:  # noqa: ARG0
 
 def pack_grouped(weight: GroupedWeight, wide: bool = False) -> Table | None:  # noqa: ARG001 (others use it)
     """`pack_int4` for a quantised weight; None if not faster."""
+    return None
+
+
+def pack_mx_float4(weight: MxFloat4Weight, wide: bool = False) -> Product | None:  # noqa: ARG001 (others use it)
+    """`pack` with the weight in MXFP4; None if not faster. Raises ValueError for a scale that is too large."""
     return None
 
 

@@ -12,8 +12,9 @@ from kernels import composed, reference
 from kernels.attention.options import check_attention_options
 from kernels.cpu.library import library_path, load_library, supported, what_is_missing
 from kernels.inputs import AttentionMetadata
+from kernels.linear.mx_float4 import MAX_SCALE
 from kernels.linear.quantization import W8A8_GROUP, WEIGHT_GROUP, quantize_int4, quantize_int8, quantize_w8a8
-from kernels.ops import GroupedWeight, LoraWeights, Ops, Product, Table
+from kernels.ops import Activation, ClampedSwiglu, GroupedWeight, LoraWeights, MxFloat4Weight, Ops, Product, Table
 from kernels.sampling.eager import Draws
 from kernels.sampling.log_probabilities import log_probabilities as log_probabilities
 
@@ -27,7 +28,6 @@ _library = load_library(INSTRUCTION_SET)
 
 rotary_embedding = _library.rotary_embedding
 store_kv = _library.store_kv
-gated_activation = _library.gated_activation
 copy_blocks = reference.copy_blocks
 grouped_float8 = reference.grouped_float8
 grouped_linear = reference.grouped_linear
@@ -88,6 +88,7 @@ def qkv_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     output: Tensor = _library.qkv_attention(
         qkv,
@@ -103,8 +104,17 @@ def qkv_attention(
         scale,
         window or 0,
         soft_cap or 0.0,
+        sinks,
     )
     return output
+
+
+def gated_activation(x: Tensor, activation: Activation) -> Tensor:
+    if isinstance(activation, ClampedSwiglu):
+        activated: Tensor = _library.clamped_swiglu(x, *activation)
+    else:
+        activated = _library.gated_activation(x, activation)
+    return activated
 
 
 def add_lora(y: Tensor, x: Tensor, slots: Tensor, weights: LoraWeights) -> None:
@@ -159,6 +169,13 @@ def pack_grouped(weight: GroupedWeight, wide: bool = False) -> Table | None:
     else:
         packed = _library.pack_grouped(numbers, scales, minimums, bits, units)
     return _Packed(packed, outputs, inputs, wide)
+
+
+def pack_mx_float4(weight: MxFloat4Weight, wide: bool = False) -> Product | None:
+    if weight.scales.numel() and int(weight.scales.max()) > MAX_SCALE:
+        raise ValueError(f"a scale is above 2 to the power of {MAX_SCALE - 127}, with which weights are not finite")
+    outputs, packed = len(weight.numbers), _library.pack_mx_float4(*weight)
+    return lambda x, bias: _library.linear(x, packed, bias, outputs, wide)
 
 
 pack_float8 = partial(composed.pack_float8, cast(Ops, sys.modules[__name__]))

@@ -2,7 +2,7 @@
 set before triton's import, the kernels run slowly on a CPU, as in tests without a GPU. No kernel moves blocks to host
 memory: blocks are contiguous, so torch's `copy_` uses the copy engine while kernels run."""
 
-from kernels.reference import pack_grouped, pack_int4, pack_int8, pack_w8a8, wide_itemsize
+from kernels.reference import pack_grouped, pack_int4, pack_int8, pack_mx_float4, pack_w8a8, wide_itemsize
 from kernels.triton.attention.attention_by_position import shared_tokens
 from kernels.triton.attention.copy_blocks import copy_blocks
 from kernels.triton.attention.paged_attention import paged_attention
@@ -37,6 +37,7 @@ __all__ = [
     "pack_grouped",
     "pack_int4",
     "pack_int8",
+    "pack_mx_float4",
     "pack_w8a8",
     "paged_attention",
     "qkv_attention",

@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels import reference
 from kernels.attention import narrow_cache
 from kernels.inputs import AttentionMetadata, rotary_tables
-from kernels.ops import LoraWeights
+from kernels.ops import Activation, ClampedSwiglu, LoraWeights
 
 NAN = float("nan")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -397,7 +397,7 @@ def test_a_fused_projection_attends_as_its_parts_do(
     rotation = None
     if pairs is not None:
         rotation = rotary_tables(torch.arange(11) * 17, 100.0 ** -torch.linspace(0, 1, pairs), 1.25)
-    arguments = (torch.tensor(slots), metadata, 0.3, 20)
+    arguments = (torch.tensor(slots), metadata, 0.3, 20, None, torch.randn(4, generator=generator))
     expected_cache = cache.clone()
     expected = reference.qkv_attention(qkv.clone(), norms, 1e-5, 1.0, rotation, expected_cache, *arguments)
     close(kernels.qkv_attention(qkv, norms, 1e-5, 1.0, rotation, cache, *arguments), expected, dtype)
@@ -511,15 +511,18 @@ def test_a_fused_projection_stores_in_8_bits_what_it_would_have_stored(
     qkv, norms = torch.randn(10, 8 * 64, generator=generator).to(dtype), tuple(torch.ones(2, 64, dtype=dtype))
     rotation = rotary_tables(torch.arange(10) * 17, 100.0 ** -torch.linspace(0, 1, 16), 1.25)
     stored = narrow_cache.narrowed(cache)
-    found = kernels.qkv_attention(qkv.clone(), norms, 1e-5, 1.0, rotation, stored, slots, metadata, 0.3)
-    kernels.qkv_attention(qkv.clone(), norms, 1e-5, 1.0, rotation, cache, slots, metadata, 0.3)
+    sinks = torch.tensor([-2.0, 0.0, 1.5, 9.0])
+    arguments = (slots, metadata, 0.3, None, None, sinks)
+    found = kernels.qkv_attention(qkv.clone(), norms, 1e-5, 1.0, rotation, stored, *arguments)
+    kernels.qkv_attention(qkv.clone(), norms, 1e-5, 1.0, rotation, cache, *arguments)
     assert torch.equal(stored, narrow_cache.narrowed(cache))
     # A prepared query attends to what was stored.
     heads = qkv.clone().view(10, 8, 64)
     query = kernels.rms_norm(heads[:, :4], norms[0], 1e-5, 1.0, torch.float32)
     kernels.rotary_embedding(query, *rotation)
     meant = narrow_cache.widened(stored, dtype)
-    close(found.view(10, 4, 64), kernels.paged_attention(query.to(dtype), meant, metadata, 0.3), dtype)
+    expected = kernels.paged_attention(query.to(dtype), meant, metadata, 0.3, sinks=sinks)
+    close(found.view(10, 4, 64), expected, dtype)
 
 
 def lora_case(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor, LoraWeights]:
@@ -563,8 +566,10 @@ def test_what_an_adapter_adds_does_not_depend_on_other_rows(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
-def test_gated_activation(kernels: ModuleType, activation: str, dtype: torch.dtype, generator: torch.Generator) -> None:
+@pytest.mark.parametrize("activation", [*reference.ACTIVATIONS, ClampedSwiglu(1.7, 2.5)])
+def test_gated_activation(
+    kernels: ModuleType, activation: Activation, dtype: torch.dtype, generator: torch.Generator
+) -> None:
     for shape in ((0, 8), (1, 2), (5, 246), (40, 3072)):
         x = (torch.randn(shape, generator=generator) * 4).to(dtype)
         expected = reference.gated_activation(x.float(), activation)

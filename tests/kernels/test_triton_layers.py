@@ -6,7 +6,7 @@ from triton_helpers import DEVICE, DTYPES, quiet_interpreter, randn, strict
 
 from kernels import composed, reference, triton
 from kernels.inputs import AttentionMetadata, rotary_tables
-from kernels.ops import LoraWeights
+from kernels.ops import Activation, ClampedSwiglu, LoraWeights
 
 ops = strict(triton)
 
@@ -86,9 +86,9 @@ def test_store_kv_writes_the_slots_and_nothing_else(
 
 @quiet_interpreter
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+@pytest.mark.parametrize("activation", [*reference.ACTIVATIONS, ClampedSwiglu(1.7, 2.5)], ids=str)
 @pytest.mark.parametrize("shape", [(5, 246), (1, 2), (2, 3, 2050), (0, 8)])
-def test_gated_activation(shape: tuple[int, ...], activation: str, dtype: torch.dtype) -> None:
+def test_gated_activation(shape: tuple[int, ...], activation: Activation, dtype: torch.dtype) -> None:
     x = 3 * randn(*shape, dtype=dtype)
     if x.numel():
         x.view(-1, shape[-1])[:, 0] = torch.tensor([1000.0, -1000.0]).repeat(len(x.view(-1, shape[-1])))[
@@ -144,12 +144,13 @@ def test_qkv_attention(
     slots = torch.tensor([18, 19, 20, 0, -1, 16], device=DEVICE)
     cache = randn(7, 2, 2, block_size, kv_heads, head_dim, dtype=dtype, seed=3)
     found, expected = cache.clone(), cache.clone()
-    attended = ops.qkv_attention(qkv.clone(), norms, 1e-5, 1.0, rotation, found[:, 1], slots, metadata, head_dim**-0.5)
+    arguments = (metadata, head_dim**-0.5, None, None, randn(heads, seed=4))
+    attended = ops.qkv_attention(qkv.clone(), norms, 1e-5, 1.0, rotation, found[:, 1], slots, *arguments)
     # Eager torch cannot leave a slot out: it stores into the place of the token before, and is mended afterwards.
     eager_slots = slots.where(slots >= 0, 15)
     kept = expected[5, 1].clone()
     again = composed.qkv_attention(
-        reference, qkv.clone(), norms, 1e-5, 1.0, rotation, expected[:, 1], eager_slots, metadata, head_dim**-0.5
+        reference, qkv.clone(), norms, 1e-5, 1.0, rotation, expected[:, 1], eager_slots, *arguments
     )
     expected[5, 1, :, 0] = kept[:, 0]
     tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 2e-2}

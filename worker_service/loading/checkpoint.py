@@ -12,8 +12,8 @@ from pagewire_common.model_files.generation_config import FILE
 from pagewire_common.start_error import StartError
 from worker_service.loading.files.json_file import read_json
 from worker_service.loading.files.weight_files import WeightFiles
-from worker_service.loading.quantized.mx_float4 import METHOD, MxFloat4Files
 from worker_service.loading.quantized.packed_weights import PackedFiles, PackedWeights
+from worker_service.loading.quantized.stacked_experts import FAMILIES, METHOD, MxFloat4Experts, StackedFiles
 from worker_service.parallel.cut import UNCUT, Cut
 from worker_service.wording import shown
 
@@ -52,12 +52,14 @@ class Checkpoint:
         """Content of generation_config.json; None without this file."""
         self.quantization = quantization = self.config.pop("quantization_config", None)
         """quantization_config of config.json; None for unquantised weights."""
-        self.packed: PackedWeights | None = None
-        """Quantised weights; None if all weights are unquantised."""
+        self.packed: PackedWeights | MxFloat4Experts | None = None
+        """Quantised weights; None if there are none, or if config.json says to dequantise them."""
         if weights is None:
             files = weights = WeightFiles(path)
-            if isinstance(quantization, dict) and quantization.get("quant_method") == METHOD:
-                weights = MxFloat4Files(files, quantization)
+            in_mx_float4 = isinstance(quantization, dict) and quantization.get("quant_method") == METHOD
+            if in_mx_float4 or (quantization is None and self.config.get("model_type") in FAMILIES):
+                weights = StackedFiles(files, quantization)
+                self.packed = weights.packed
             elif quantization is not None:
                 self.packed = _read_packed(files, quantization, path / "config.json")
                 weights = PackedFiles(files, self.packed)

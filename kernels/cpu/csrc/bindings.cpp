@@ -133,7 +133,9 @@ void store_kv_op(const Tensor& keys, const Tensor& values, Tensor cache, const T
   });
 }
 
-Tensor gated_activation_op(const Tensor& x, const std::string& activation) {
+// x: [..., 2 * length]. Calls run(out, x, rows, length), and returns out, [..., length].
+template <typename F>
+Tensor gate(const Tensor& x, const F& run) {
   check_contiguous(x, "x");
   TORCH_CHECK(x.dim() >= 1 && x.size(-1) % 2 == 0, "x must be [..., gate and up]");
   auto sizes = x.sizes().vec();
@@ -142,14 +144,27 @@ Tensor gated_activation_op(const Tensor& x, const std::string& activation) {
   auto out = at::empty(sizes, x.options());
   for_type(x, [&](auto type) {
     using T = decltype(type);
+    run(out.data_ptr<T>(), x.const_data_ptr<T>(), rows, length);
+  });
+  return out;
+}
+
+Tensor gated_activation_op(const Tensor& x, const std::string& activation) {
+  return gate(x, [&](auto* out, const auto* source, int64_t rows, int64_t length) {
+    using T = std::remove_pointer_t<decltype(out)>;
     const auto run = activation == "silu"        ? gated_activation<T, Activation::kSilu>
                      : activation == "gelu_tanh" ? gated_activation<T, Activation::kGeluTanh>
                                                  : gated_activation<T, Activation::kGelu>;
     TORCH_CHECK(activation == "silu" || activation == "gelu_tanh" || activation == "gelu", "no activation ",
                 activation);
-    run(out.data_ptr<T>(), x.const_data_ptr<T>(), rows, length);
+    run(out, source, rows, length);
   });
-  return out;
+}
+
+Tensor clamped_swiglu_op(const Tensor& x, double alpha, double limit) {
+  return gate(x, [&](auto* out, const auto* source, int64_t rows, int64_t length) {
+    clamped_swiglu(out, source, rows, length, static_cast<float>(alpha), static_cast<float>(limit));
+  });
 }
 
 void add_lora_op(
@@ -321,7 +336,7 @@ Tensor qkv_attention_op(
     const Tensor& qkv, const std::optional<std::tuple<Tensor, Tensor>>& norms, double eps, double offset,
     const std::optional<std::tuple<Tensor, Tensor>>& rotation, Tensor cache, const Tensor& slots,
     const Tensor& query_start, const Tensor& context_lens, const Tensor& block_tables, double scale, int64_t window,
-    double soft_cap) {
+    double soft_cap, const std::optional<Tensor>& sinks) {
   check_contiguous(qkv, "qkv");
   check_layer_cache(cache, qkv);
   check_contiguous(slots, "slots");
@@ -357,7 +372,8 @@ Tensor qkv_attention_op(
         pool_of<T>(cache), cache.size(2), slots.const_data_ptr<int64_t>(), tokens,
         num_heads, num_kv_heads, head_dim});
   });
-  return attend(query, cache, {query_start, context_lens, block_tables}, scale, window, soft_cap);
+  return attend(
+      query, cache, {query_start, context_lens, block_tables}, scale, window, soft_cap, std::nullopt, true, sinks);
 }
 
 }  // namespace
@@ -371,6 +387,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("rotary_embedding", &pagewire::rotary_embedding_op, unlocked);
   module.def("store_kv", &pagewire::store_kv_op, unlocked);
   module.def("gated_activation", &pagewire::gated_activation_op, unlocked);
+  module.def("clamped_swiglu", &pagewire::clamped_swiglu_op, unlocked);
   module.def("add_lora", &pagewire::add_lora_op, unlocked);
   module.def("greedy", &pagewire::greedy_op, unlocked);
   module.def("keep", &pagewire::keep_op, unlocked);
@@ -383,6 +400,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("pack_int8", &pagewire::pack_int8, unlocked);
   module.def("pack_grouped", &pagewire::pack_grouped, unlocked);
   module.def("pack_w8a8", &pagewire::pack_w8a8, unlocked);
+  module.def("pack_mx_float4", &pagewire::pack_mx_float4, unlocked);
   module.def("packed_rows", &pagewire::packed_rows, unlocked);
   module.def("linear", &pagewire::linear, unlocked);
 }

@@ -187,6 +187,26 @@ void gated_activation(T* out, const T* x, int64_t rows, int64_t length) {
   });
 }
 
+// (up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit` and up within ±limit. x: [rows, 2 * length], gate
+// and up in turn. out: [rows, length].
+template <typename T>
+void clamped_swiglu(T* out, const T* x, int64_t rows, int64_t length, float alpha, float limit) {
+  const Vec one(1.0f), most(limit), least(-limit), slope(-alpha);
+  parallel_for(rows, rows_a_thread(length), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const T* source = x + row * 2 * length;
+      for_each_vector(length, [&](int64_t i, int64_t n) {
+        const T* pairs = source + 2 * i;
+        auto [gate, up] = at::vec::deinterleave2(
+            widen(pairs, std::min(2 * n, kLanes)), widen(pairs + kLanes, std::max<int64_t>(2 * n - kLanes, 0)));
+        gate = at::vec::minimum(gate, most);
+        up = at::vec::maximum(at::vec::minimum(up, most), least);
+        store(out + row * length + i, (up + one) * (gate / (one + (gate * slope).exp())), n);
+      });
+    }
+  });
+}
+
 // The largest number of x; NaN if any is NaN, -inf if x is empty.
 template <typename T>
 inline float row_max(const T* x, int64_t length) {

@@ -101,7 +101,7 @@ struct NothingAhead {
 #if defined(__AVX512BF16__)
 
 constexpr int64_t kTileRows = 12;
-constexpr int64_t kMaxNarrowTiles = 2;
+constexpr int64_t kMaxNarrowTiles = 2;  // tiles up to which each converts narrower weights itself
 
 // A panel's weights for two neighbouring inputs at a time: a vector for outputs 0 to 15, and one for 16 to 31. The
 // caller calls `enter` with the first input of each stretch.
@@ -149,53 +149,14 @@ struct Int8Panel {
   }
 };
 
-// A panel of int8 weights, converted to bf16.
-struct WidePanel : Bf16Panel {
-  static constexpr int64_t kStretch = kGroup;
-
-  Ahead ahead;
-
-  PAGEWIRE_INLINE void enter(int64_t) { ahead.fetch(); }
-};
-
-struct Bf16Weights {
-  const at::BFloat16* packed;  // [panels, inputs / 2, 32, 2]
-
-  // Calls tile(number, panel's weights) for each tile, in order.
-  template <typename F>
-  void for_tiles(int64_t panel, int64_t inputs, int64_t tiles, const F& tile) const {
-    for (int64_t i = 0; i < tiles; ++i) tile(i, Bf16Panel{packed + panel * kPanel * inputs});
-  }
-};
-
-struct Int8Weights {
-  const Int8Group* packed;  // [panels, groups]
-
-  template <typename F>
-  void for_tiles(int64_t panel, int64_t inputs, int64_t tiles, const F& tile) const {
-    const int64_t groups = groups_of(inputs);
-    const Int8Group* own = packed + panel * groups;
-    const auto ahead = [&](int64_t part, int64_t parts) { return Ahead(own + groups, groups, part, parts, groups); };
-    if (tiles <= kMaxNarrowTiles) {
-      for (int64_t i = 0; i < tiles; ++i) tile(i, Int8Panel{own, ahead(i, tiles)});
-    } else {
-      const Bf16Panel wide = widen(Int8Panel{own, ahead(0, tiles + 1)}, inputs);
-      for (int64_t i = 0; i < tiles; ++i) tile(i, WidePanel{wide, ahead(i + 1, tiles + 1)});
-    }
-  }
-  static Bf16Panel widen(Int8Panel narrow, int64_t inputs) {
-    static thread_local Buffer<at::BFloat16> wide;
-    if (static_cast<int64_t>(wide.size()) < inputs * kPanel) wide.resize(inputs * kPanel);
-    for (int64_t k = 0; k < inputs; k += 2) {
-      if (k % kGroup == 0) narrow.enter(k);
-      __m512bh low, high;
-      narrow.read(k, low, high);
-      _mm512_storeu_si512(wide.data() + k * kPanel, (__m512i)low);
-      _mm512_storeu_si512(wide.data() + k * kPanel + kPanel, (__m512i)high);
-    }
-    return {wide.data()};
-  }
-};
+// Stores a pair of inputs for all outputs of a panel, in bf16.
+template <typename Panel>
+PAGEWIRE_INLINE void widen_pair(const Panel& narrow, int64_t input, at::BFloat16* wide) {
+  __m512bh low, high;
+  narrow.read(input, low, high);
+  _mm512_storeu_si512(wide, (__m512i)low);
+  _mm512_storeu_si512(wide + kPanel, (__m512i)high);
+}
 
 template <int kRows, typename Panel>
 inline void multiply_tile(
@@ -234,6 +195,7 @@ constexpr int64_t kVectors = kPanel / kLanes;
 // Rows of a tile, whose sums, a vector of inputs and one of weights must stay in registers: 16 with AVX2, 32 with
 // AVX-512, 32 narrower ones with NEON. NEON, GCC 12, instructions per multiply-add by rows: 1: 3.6, 2: 3.0, 3: 3.2.
 constexpr int64_t kTileRows = kVectors == 2 ? 6 : kVectors == 4 ? 3 : 2;
+constexpr int64_t kMaxNarrowTiles = 1;
 
 using Pairs = at::vec::Vectorized<int32_t>;
 static_assert(Pairs::size() == kLanes);
@@ -244,39 +206,57 @@ inline Vec second_of(const Pairs& pairs) {
   return at::vec::cast<float, int32_t>(pairs & Pairs(static_cast<int32_t>(0xFFFF0000)));
 }
 
-using Bf16Panel = const at::BFloat16*;  // [inputs / 2][32][2]
+// The caller calls `enter` with the first input of each stretch, and reads vector j of a pair's outputs.
+struct Bf16Panel {
+  static constexpr int64_t kStretch = std::numeric_limits<int64_t>::max();
 
-struct Bf16Weights {
-  const at::BFloat16* packed;  // [panels, inputs / 2, 32, 2]
+  const at::BFloat16* weights;  // [inputs / 2][32][2]
 
-  template <typename F>
-  void for_tiles(int64_t panel, int64_t inputs, int64_t tiles, const F& tile) const {
-    for (int64_t i = 0; i < tiles; ++i) tile(i, packed + panel * kPanel * inputs);
+  PAGEWIRE_INLINE void enter(int64_t) {}
+  PAGEWIRE_INLINE void read(int64_t input, int64_t j, Vec& first, Vec& second) const {
+    const Pairs pairs = Pairs::loadu(weights + input * kPanel + j * kLanes * 2);
+    first = first_of(pairs);
+    second = second_of(pairs);
   }
 };
 
-template <int kRows>
+template <typename Panel>
+PAGEWIRE_INLINE void widen_pair(const Panel& narrow, int64_t input, at::BFloat16* wide) {
+  for (int64_t j = 0; j < kVectors; ++j) {
+    Vec first, second;
+    narrow.read(input, j, first, second);
+    const Pairs low = at::vec::cast<int32_t, float>(first) >> Pairs(16) & Pairs(0xFFFF);
+    const Pairs high = at::vec::cast<int32_t, float>(second) & Pairs(static_cast<int32_t>(0xFFFF0000));
+    (low | high).store(wide + j * kLanes * 2);
+  }
+}
+
+template <int kRows, typename Panel>
 inline void multiply_tile(
-    Bf16Panel weights, const at::BFloat16* x, const Sizes& sizes, const at::BFloat16* bias, const Results& out,
-    int64_t row, int64_t panel) {
+    Panel weights, const at::BFloat16* x, const Sizes& sizes, const at::BFloat16* bias, const Results& out, int64_t row,
+    int64_t panel) {
   x += row * sizes.x_stride;
   for (int i = 0; i < kRows; ++i) out.fetch((row + i) * sizes.outputs + panel * kPanel);
   Vec sums[kRows][kVectors];
   for (int i = 0; i < kRows; ++i)
     for (int j = 0; j < kVectors; ++j) sums[i][j] = Vec(0);
-  for (int64_t k = 0; k < sizes.inputs; k += 2) {
-    Vec first[kRows], second[kRows];
-    for (int i = 0; i < kRows; ++i) {
-      int32_t pair;
-      __builtin_memcpy(&pair, x + i * sizes.x_stride + k, sizeof(pair));
-      first[i] = first_of(Pairs(pair));
-      second[i] = second_of(Pairs(pair));
-    }
-    for (int j = 0; j < kVectors; ++j) {
-      const Pairs pairs = Pairs::loadu(weights + k * kPanel + j * kLanes * 2);
-      const Vec low = first_of(pairs), high = second_of(pairs);
-      for (int i = 0; i < kRows; ++i)
-        sums[i][j] = at::vec::fmadd(second[i], high, at::vec::fmadd(first[i], low, sums[i][j]));
+  for (int64_t start = 0, end; start < sizes.inputs; start = end) {
+    end = start + std::min(Panel::kStretch, sizes.inputs - start);
+    weights.enter(start);
+    for (int64_t k = start; k < end; k += 2) {
+      Vec first[kRows], second[kRows];
+      for (int i = 0; i < kRows; ++i) {
+        int32_t pair;
+        __builtin_memcpy(&pair, x + i * sizes.x_stride + k, sizeof(pair));
+        first[i] = first_of(Pairs(pair));
+        second[i] = second_of(Pairs(pair));
+      }
+      for (int j = 0; j < kVectors; ++j) {
+        Vec low, high;
+        weights.read(k, j, low, high);
+        for (int i = 0; i < kRows; ++i)
+          sums[i][j] = at::vec::fmadd(second[i], high, at::vec::fmadd(first[i], low, sums[i][j]));
+      }
     }
   }
   for (int j = 0; j < kVectors; ++j) {
@@ -287,6 +267,62 @@ inline void multiply_tile(
   }
 }
 
+#endif
+
+// A panel of narrower weights, converted to bf16.
+struct WidePanel : Bf16Panel {
+  static constexpr int64_t kStretch = kGroup;
+
+  Ahead ahead;
+
+  PAGEWIRE_INLINE void enter(int64_t) { ahead.fetch(); }
+};
+
+template <typename Panel>
+Bf16Panel widen_panel(Panel narrow, int64_t inputs) {
+  static thread_local Buffer<at::BFloat16> wide;
+  if (static_cast<int64_t>(wide.size()) < inputs * kPanel) wide.resize(inputs * kPanel);
+  for (int64_t k = 0; k < inputs; k += 2) {
+    if (k % kGroup == 0) narrow.enter(k);
+    widen_pair(narrow, k, wide.data() + k * kPanel);
+  }
+  return {wide.data()};
+}
+
+// Calls tile(number, panel's weights) for each tile, in order; with many, the panel is widened first. ahead(part,
+// parts): what a part of the work prefetches.
+template <typename Panel, typename Block, typename Next, typename F>
+void for_narrow_tiles(const Block* own, const Next& ahead, int64_t inputs, int64_t tiles, const F& tile) {
+  if (tiles <= kMaxNarrowTiles) {
+    for (int64_t i = 0; i < tiles; ++i) tile(i, Panel{own, ahead(i, tiles)});
+  } else {
+    const Bf16Panel wide = widen_panel(Panel{own, ahead(0, tiles + 1)}, inputs);
+    for (int64_t i = 0; i < tiles; ++i) tile(i, WidePanel{wide, ahead(i + 1, tiles + 1)});
+  }
+}
+
+struct Bf16Weights {
+  const at::BFloat16* packed;  // [panels, inputs / 2, 32, 2]
+
+  // Calls tile(number, panel's weights) for each tile, in order.
+  template <typename F>
+  void for_tiles(int64_t panel, int64_t inputs, int64_t tiles, const F& tile) const {
+    for (int64_t i = 0; i < tiles; ++i) tile(i, Bf16Panel{packed + panel * kPanel * inputs});
+  }
+};
+
+#if defined(__AVX512BF16__)
+struct Int8Weights {
+  const Int8Group* packed;  // [panels, groups]
+
+  template <typename F>
+  void for_tiles(int64_t panel, int64_t inputs, int64_t tiles, const F& tile) const {
+    const int64_t groups = groups_of(inputs);
+    const Int8Group* own = packed + panel * groups;
+    const auto ahead = [&](int64_t part, int64_t parts) { return Ahead(own + groups, groups, part, parts, groups); };
+    for_narrow_tiles<Int8Panel>(own, ahead, inputs, tiles, tile);
+  }
+};
 #endif
 
 // Rows that all panels multiply, split into nearly equal tiles: 32 rows into 11, 11 and 10.

@@ -10,6 +10,7 @@
 #include "floats.h"
 #include "grouped.h"
 #include "matmul.h"
+#include "mx_float4.h"
 #include "team.h"
 #include "w8a8.h"
 
@@ -40,6 +41,14 @@ static_assert(WeightBlocks::kOfItsSize<LongBlock> == 0);
 bool has_long_blocks(const Tensor& packed, int64_t inputs) {
   return packed.scalar_type() == at::kByte && packed.dim() == 3 && packed.size(1) == long_groups_of(inputs) &&
          packed.size(2) == static_cast<int64_t>(sizeof(LongBlock));
+}
+
+constexpr int64_t kMx4Line = 64, kMx4Lines = sizeof(Mx4Block) / kMx4Line;
+
+// Whether `pack_mx_float4` made `packed` for so many inputs. A fourth dimension tells its blocks from others' blocks.
+bool has_mx4_blocks(const Tensor& packed, int64_t inputs) {
+  return packed.scalar_type() == at::kByte && packed.dim() == 4 && packed.size(1) == mx4_blocks_of(inputs) &&
+         packed.size(2) == kMx4Lines && packed.size(3) == kMx4Line;
 }
 
 // Whether `pack` made `packed` from bf16 for so many inputs.
@@ -228,6 +237,31 @@ Tensor pack_w8a8(const Tensor& weight, const Tensor& scales) {
   return packed;
 }
 
+Tensor pack_mx_float4(const Tensor& numbers, const Tensor& scales) {
+  TORCH_CHECK(numbers.device().is_cpu() && numbers.dim() == 2 && numbers.size(1) % kGroup == 0 &&
+                  numbers.scalar_type() == at::kByte,
+              "this weight cannot be packed");
+  const int64_t outputs = numbers.size(0), inputs = numbers.size(1), blocks = mx4_blocks_of(inputs);
+  check_contiguous(numbers, "numbers");
+  check_numbers(scales, at::kByte, outputs * groups_of(inputs), "scales");
+  const auto* from = numbers.const_data_ptr<uint8_t>();
+  const auto* from_scales = scales.const_data_ptr<uint8_t>();
+  const auto* end_of_scales = from_scales + scales.numel();
+  TORCH_CHECK(std::all_of(from_scales, end_of_scales, [](uint8_t scale) { return scale <= Mx4Block::kMaxScale; }),
+              "a scale is above 2 to the power of ", Mx4Block::kMaxScale - 127);
+  auto packed = at::zeros({panels_of(outputs), blocks, kMx4Lines, kMx4Line}, numbers.options());
+  auto* to = reinterpret_cast<Mx4Block*>(packed.data_ptr<uint8_t>());
+  parallel_for(panels_of(outputs), 1, [&](int64_t begin, int64_t end) {
+    constexpr int64_t kInputs = kMx4Groups * kGroup;
+    for (int64_t output = begin * kPanel; output < std::min(outputs, end * kPanel); ++output)
+      for (int64_t input = 0; input < inputs; ++input)
+        to[output / kPanel * blocks + input / kInputs].put(
+            input % kInputs, output % kPanel, from[output * inputs + input],
+            from_scales[(output * inputs + input) / kGroup]);
+  });
+  return packed;
+}
+
 Tensor packed_rows(const Tensor& packed, const Tensor& rows, int64_t outputs, int64_t inputs) {
   TORCH_CHECK(packed.dim() > 0 && packed.size(0) == panels_of(outputs) && can_pack(inputs) &&
                   (has_blocks(packed, inputs) || has_long_blocks(packed, inputs) || has_pairs(packed, inputs) ||
@@ -288,9 +322,9 @@ Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>
               is_float ? type : at::kBFloat16);
   const bool is_int8 = type == at::kChar && packed.dim() == 3 && packed.size(1) == groups_of(inputs) &&
                        packed.size(2) == static_cast<int64_t>(sizeof(Int8Group));
-  const bool is_w8a8 = has_long_blocks(packed, inputs);
+  const bool is_w8a8 = has_long_blocks(packed, inputs), is_mx4 = has_mx4_blocks(packed, inputs);
   TORCH_CHECK(packed.dim() > 0 && packed.size(0) == panels_of(outputs) &&
-                  (is_float || is_int8 || is_w8a8 || has_blocks(packed, inputs) || has_pairs(packed, inputs)),
+                  (is_float || is_int8 || is_w8a8 || is_mx4 || has_blocks(packed, inputs) || has_pairs(packed, inputs)),
               "the weight was not packed for ", inputs, " inputs and ", outputs, " outputs");
   if (bias.has_value()) {
     check_like(*bias, x, "bias");
@@ -308,6 +342,11 @@ Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>
   const Sizes sizes{x.size(0), inputs, outputs, x.stride(0)};
   if (type == at::kBFloat16) {
     multiply(Bf16Weights{packed.const_data_ptr<at::BFloat16>()}, numbers, sizes, added, results);
+    return out;
+  }
+  if (is_mx4) {
+    const auto* blocks = reinterpret_cast<const Mx4Block*>(packed.const_data_ptr<uint8_t>());
+    multiply(Mx4Weights{blocks}, numbers, sizes, added, results);
     return out;
   }
   if (is_w8a8) {

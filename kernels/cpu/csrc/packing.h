@@ -34,11 +34,15 @@ at::Tensor pack_grouped(
 // fewer. Returns [panels, groups, bytes of a group].
 at::Tensor pack_w8a8(const at::Tensor& weight, const at::Tensor& scales);
 
+// For mx_float4.h. numbers: [outputs, inputs] uint8, e2m1 in the lower four bits; a multiple of 32 inputs. scales:
+// [outputs, inputs / 32] uint8, exponents of two plus 127, at most 252. Returns [panels, blocks, lines of a block, 64].
+at::Tensor pack_mx_float4(const at::Tensor& numbers, const at::Tensor& scales);
+
 // packed: from `pack`, `pack_grouped` or `pack_w8a8`. rows: [rows] int64, outputs. Returns [rows, inputs] float32.
 at::Tensor packed_rows(const at::Tensor& packed, const at::Tensor& rows, int64_t outputs, int64_t inputs);
 
 // x: [rows, inputs], in the weights' type for float32 and float16, otherwise bf16. packed: from `pack`, `pack_int8`,
-// `pack_grouped` or `pack_w8a8`. wide: whether the result is float32.
+// `pack_grouped`, `pack_w8a8` or `pack_mx_float4`. wide: whether the result is float32.
 at::Tensor linear(
     const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t outputs, bool wide);
 

@@ -176,7 +176,7 @@ def ours_of(json: dict[str, Any], network: Any) -> Tensor:
     if config.max_model_len < len(TOKENS):
         raise RefusedError(f"its texts have {config.max_model_len} tokens")
     model = Decoder(config, torch.float32, CPU)  # type: ignore[arg-type]
-    places, tensors = model.checkpoint_tensors(), checkpoint_places(network)
+    places, tensors = model.checkpoint_tensors(), single_experts(checkpoint_places(network))
     if places.keys() != tensors.keys():
         raise RefusedError(f"tensors: {places.keys() ^ tensors.keys()}")
     for name, place in places.items():
@@ -190,6 +190,21 @@ def ours_of(json: dict[str, Any], network: Any) -> Tensor:
     with torch.inference_mode():
         hidden = model.forward(TOKENS, torch.arange(count), torch.arange(count), metadata, pool)
         return model.compute_logits(hidden)
+
+
+def single_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """gpt-oss stores a projection of all experts as one tensor; our network has those of each."""
+    found = {}
+    for name, tensor in tensors.items():
+        experts, dot, projection = name.rpartition(".experts.")
+        if not dot or "." in projection:
+            found[name] = tensor
+            continue
+        is_bias = projection.endswith("_bias")
+        for number, part in enumerate(tensor):
+            kind = f"{projection.removesuffix('_bias')}.{'bias' if is_bias else 'weight'}"
+            found[f"{experts}.experts.{number}.{kind}"] = part if is_bias else part.T
+    return found
 
 
 def check(json: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 64,
     "max_position_embeddings": 64,
 }
+MIXTURES = ("gpt_oss", "mixtral", "qwen3_moe")
 UNKNOWN = {"mimo": "qwen2"}
 """Families that transformers does not know, each with one that it does, which they are like."""
 LATENTS = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"}
@@ -43,6 +44,17 @@ FILES: list[dict[str, Any]] = [
             "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 77.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 55.0},
         },
+    },
+    {
+        "model_type": "gpt_oss",
+        "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16},
+        "rope_theta": 999,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "experts_per_token": 2,
+        "initial_context_length": 16,
+        "attention_bias": False,
+        "sliding_window": 9,
     },
     {"model_type": "llama", "num_key_value_heads": None, "head_dim": None, "rope_theta": 500.0},
     {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0}, "attention_bias": True},
@@ -70,6 +82,7 @@ FILES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("file", FILES, ids=str)
 def test_a_file_reads_as_transformers_reads_it(file: dict[str, Any]) -> None:
     from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     theirs = AutoConfig.for_model(**SIZES | file)
     ours = read_config(SIZES | file)
@@ -102,10 +115,13 @@ def test_a_file_reads_as_transformers_reads_it(file: dict[str, Any]) -> None:
             rotary_dim = int(ours.head_dim * rope.get("partial_rotary_factor", 1.0))
             exponents = torch.arange(0, rotary_dim, 2) / rotary_dim
             expected = 1.0 / rope["rope_theta"] ** exponents / rope.get("factor", 1.0)
+            if rope["rope_type"] == "yarn":
+                expected, scale = ROPE_INIT_FUNCTIONS["yarn"](theirs)
+                assert layer.rope.scale == scale
             torch.testing.assert_close(layer.rope.inverse_frequencies, expected)
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file["model_type"] in ("mixtral", "qwen3_moe")], ids=str)
+@pytest.mark.parametrize("file", [file for file in FILES if file["model_type"] in MIXTURES], ids=str)
 def test_experts_are_where_transformers_has_them_and_as_many(file: dict[str, Any]) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -117,7 +133,8 @@ def test_experts_are_where_transformers_has_them_and_as_many(file: dict[str, Any
     assert [layer.mixture is not None for layer in ours.layers] == [
         hasattr(layer.mlp, "experts") for layer in network.model.layers
     ]
-    mixture, router = ours.mixture, next(layer.mlp.gate for layer in network.model.layers if hasattr(layer.mlp, "gate"))
+    mixtures = [layer.mlp for layer in network.model.layers if hasattr(layer.mlp, "experts")]
+    mixture, router = ours.mixture, getattr(mixtures[0], "gate", None) or mixtures[0].router
     assert mixture is not None
     assert (mixture.num_experts, mixture.num_chosen) == (router.num_experts, router.top_k)
     assert mixture.intermediate_size == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
@@ -233,6 +250,8 @@ def test_a_size_that_is_missing_is_named(name: str) -> None:
         ),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be a whole number from 1 to 512"),
         ({"model_type": "mixtral", "num_experts_per_tok": 9}, "num_experts_per_tok is 9, and there are 8 experts"),
+        ({"model_type": "gpt_oss", "experts_per_token": 9}, "it says experts_per_token = 9, which is not supported"),
+        ({"model_type": "gpt_oss", "hidden_act": "gelu"}, "it says hidden_act = 'gelu', which is not supported"),
         ({"model_type": "qwen3_moe", "num_experts": 0}, "num_experts is 0; it must be"),
         ({"model_type": "qwen3_moe", "moe_intermediate_size": 0}, "moe_intermediate_size is 0; it must be"),
         (

@@ -18,6 +18,7 @@ from worker_service.models.layers.expert_linear import ExpertLinear
 from worker_service.models.layers.linear import Linear, Quantization, can_pack
 
 CPU = torch.device("cpu")
+BIASED = {"model_type": "gpt_oss", "num_key_value_heads": 4, "moe_intermediate_size": None, "norm_topk_prob": None}
 
 
 def config(**changes: Any) -> DecoderConfig:
@@ -129,13 +130,14 @@ def test_a_packed_expert_is_in_memory_once() -> None:
     assert all(linear.weight.numel() == 0 for linear, _ in mlp.projections)
 
 
+@pytest.mark.parametrize("family", [{}, BIASED], ids=["without biases", "with biases"])
 def test_experts_are_filled_one_by_one_in_a_stack_where_kernels_multiply_all_at_once(
-    monkeypatch: pytest.MonkeyPatch,
+    family: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone, weights = mixture()
+    alone, weights = mixture(**family)
     grouped = SimpleNamespace(**vars(reference) | {"GROUPED_PRODUCTS": True})
     monkeypatch.setattr(expert_linear, "ops_for", lambda _: grouped)
-    stacked, same = mixture()
+    stacked, same = mixture(**family)
     assert all(torch.equal(weights[name], same[name]) for name in weights)
     gate_ups = [linear.weight for linear, _ in stacked.projections[1::2]]
     assert len({weight.untyped_storage().data_ptr() for weight in gate_ups}) == 1

@@ -49,6 +49,7 @@ CONFIGS: dict[str, tuple[DecoderConfig, int]] = {
     "fused": (config(model_type="phi3", hidden_size=60), 3),
     "normed": (config(model_type="gemma3_text"), 4),
     "experts": (config(model_type="qwen3_moe", num_experts=3, num_experts_per_tok=1, moe_intermediate_size=40), 4),
+    "experts with biases": (config(model_type="gpt_oss", num_experts=3, num_experts_per_tok=1), 2),
     "experts between": (config(model_type="qwen3_moe", num_experts=2, num_experts_per_tok=1, decoder_sparse_step=2), 2),
     "latents": (config(**LATENTS, model_type="deepseek_v3", q_lora_rank=14, attention_bias=True), 4),
     "latents, unequal": (config(**LATENTS, model_type="deepseek_v2", q_lora_rank=None, num_attention_heads=5), 3),

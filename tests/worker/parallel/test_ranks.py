@@ -47,10 +47,11 @@ def jobs(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPath
     for name in ADAPTED:
         network, base, folder = NETWORKS[name], Path(jobs[name].path), tmp_path_factory.mktemp("adapters")
         some = ["qkv_proj", "down_proj"] if network.get("model_type") == "phi3" else ["k_proj", "v_proj", "down_proj"]
+        sizes = {"o_proj": 9} | ({} if name == "gpt_oss" else {"layers.1.mlp.down_proj": 2})  # experts take no adapters
         adapters = [
             save_adapter(folder / "all", base, 1),
             save_adapter(folder / "some", base, 2, r=7, use_rslora=True, target_modules=some),
-            save_adapter(folder / "sizes", base, 3, rank_pattern={"o_proj": 9, "layers.1.mlp.down_proj": 2}),
+            save_adapter(folder / "sizes", base, 3, rank_pattern=sizes),
         ]
         jobs[name] = replace(jobs[name], adapters=[str(path) for path in adapters])
     rounded = {"bfloat16": WHOLE_BF16}

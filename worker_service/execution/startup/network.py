@@ -25,6 +25,7 @@ from worker_service.loading.dummy_weights import DummyWeights
 from worker_service.loading.gguf.blocks import GgufBlocks
 from worker_service.loading.model_store import find_model
 from worker_service.loading.quantized.packed_weights import PackedWeights
+from worker_service.loading.quantized.stacked_experts import MxFloat4Experts
 from worker_service.loading.sentence_files import SentenceSettings
 from worker_service.loading.tokenizer_files import check_tokenizer, find_tokenizer_files
 from worker_service.models.causal_model import Fill, Loadable
@@ -141,8 +142,9 @@ class Network:
         """Maximum bytes of each packed tensor and, if tensors are quantised while loading, of one layer before
         quantisation."""
         stored, floats = self._quantized(), defaultdict[str, list[int]](list)
-        share = _INT4_SHARE if self.quantization == "int4" else _QUANTIZED_SHARE
-        block = None if self.checkpoint.packed is None else self.checkpoint.packed.config.block
+        packed = self.checkpoint.packed
+        share = _INT4_SHARE if self.quantization == "int4" else _QUANTIZED_SHARE if packed is None else packed.share
+        block = None if packed is None else packed.block
         widens = (self.quantization == "fp8" or self._is_stored_in_fp8) and not self._has_float8
         sizes = []
         for name, tensor in blueprint.items():
@@ -231,7 +233,7 @@ class Network:
         assert isinstance(self.config, DecoderConfig)
         return ops_for(self.device).GROUPED_PRODUCTS and any(layer.mixture for layer in self.config.layers)
 
-    def _has_whole_stacks(self, packed: PackedWeights) -> bool:
+    def _has_whole_stacks(self, packed: PackedWeights | MxFloat4Experts) -> bool:
         """Whether in each layer all experts are stored quantised, or none."""
         assert isinstance(self.config, DecoderConfig)
         counts = Counter(found[0] for name in packed if ".experts." in name and (found := _LAYER.match(name)))

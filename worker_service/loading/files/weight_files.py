@@ -3,6 +3,7 @@ few megabytes holds the data under way, so no weight is in memory twice."""
 
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from io import FileIO
 from itertools import groupby
@@ -73,7 +74,15 @@ class WeightFiles:
 
     def read(self, name: str) -> Tensor:
         """Read a whole tensor in its stored type."""
-        tensor = self._tensors[name]
+        return self._read(name, self._tensors[name])
+
+    def read_row(self, name: str, number: int) -> Tensor:
+        """Read the part of a tensor with this first index, in its stored type."""
+        whole = self._tensors[self._stored_name(name) or name]
+        begin = whole.begin + number * whole.row_bytes
+        return self._read(name, replace(whole, shape=whole.shape[1:], begin=begin, end=begin + whole.row_bytes))
+
+    def _read(self, name: str, tensor: StoredTensor) -> Tensor:
         dtype = (_DTYPES | _QUANTIZED).get(tensor.dtype)
         if dtype is None:
             raise StartError(f"{tensor.file}: tensor {named(name)} is of {tensor.dtype}, which is not read")

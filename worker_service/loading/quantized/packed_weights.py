@@ -10,10 +10,12 @@ from torch import Tensor
 
 from kernels import float8
 from kernels.float8 import Float8Weight
-from kernels.ops import GroupedWeight, QuantizedWeight
+from kernels.linear import mx_float4
+from kernels.ops import GroupedWeight, MxFloat4Weight, QuantizedWeight
 from pagewire_common.start_error import StartError
 from worker_service.loading.files.weight_files import WeightFiles
 from worker_service.loading.quantized import float8_weights
+from worker_service.loading.quantized.compressed_groups import Block
 from worker_service.loading.quantized.quantization_config import QuantizationConfig
 from worker_service.parallel.cut import UNCUT, Cut
 from worker_service.wording import named, shown
@@ -39,6 +41,9 @@ _TENSORS = (
 class PackedWeights(Mapping[str, QuantizedWeight]):
     """Quantised weights by their names in an unquantised checkpoint."""
 
+    share = 5 / 8
+    """Maximum bytes of a weight, as a share of 16 bits: at most two 16-bit scales for 16 numbers of 8 bits."""
+
     def __init__(self, files: WeightFiles, config: Mapping[str, Any]) -> None:
         """config: the quantization_config. Raises StartError if unsupported."""
         self._files = files
@@ -63,6 +68,11 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
     def schemes(self) -> set[Literal["fp8", "gguf"]]:
         """Schemes of `Linear` for these weights."""
         return {"fp8" if self._files.dtypes.get(name) == "F8_E4M3" else "gguf" for name in self}
+
+    @property
+    def block(self) -> Block | None:
+        """See `QuantizationConfig`."""
+        return self.config.block
 
     @property
     def stores_input_scales(self) -> bool:
@@ -251,6 +261,8 @@ def widened(weight: QuantizedWeight) -> Tensor:
     """Dequantise to [outputs, inputs] float32."""
     if isinstance(weight, Float8Weight):
         return float8.widened(weight)
+    if isinstance(weight, MxFloat4Weight):
+        return mx_float4.widened(weight)
     inputs = weight.numbers.shape[1]
     each = 32 if weight.scales.shape[1] == -(-inputs // 32) else 16
 

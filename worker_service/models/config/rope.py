@@ -48,15 +48,19 @@ def read_rope(
     *,
     parts_of_heads: bool = False,
     original: int | None = None,
+    default: Mapping[str, Any] | None = None,
 ) -> Rope:
     """Read `rope_parameters`, or the older `rope_theta` and `rope_scaling`. Raises ValueError if unsupported.
     default_theta, original: the family's defaults of `rope_theta` and `original_max_position_embeddings`. With
-    `original`, only the top of config.json counts. parts_of_heads: whether `partial_rotary_factor` is read."""
+    `original`, only the top of config.json counts. default: the family's `rope_parameters`. parts_of_heads: whether
+    `partial_rotary_factor` is read."""
     newer, older = json.group("rope_parameters"), json.group("rope_scaling")
     if newer.plain and older.plain and newer.plain != older.plain:
         raise ValueError("rope_parameters and rope_scaling differ")
     json.without_effect(*(["rope_parameters"] if older.plain else []))  # empty, or equal to rope_scaling
     parameters = older if older.plain else newer
+    if default is not None and not older.plain and json.plain.get("rope_parameters") is None:
+        parameters = ReadKeys(default)
     theta = read_theta(parameters, json, "rope_theta", default_theta)
     share = 1.0
     if parts_of_heads:

@@ -60,6 +60,8 @@ class QkvAttention:
         if config.qk_norm:
             query_norm, key_norm = torch.empty(2, config.head_dim, dtype=dtype, device=device)
             self._qk_norms = query_norm, key_norm
+        # float32, because the kernels add sinks to scores in float32.
+        self._sinks = torch.empty(len(shard.heads), device=device) if config.sinks else None
         allocate = partial(Linear.allocate, dtype=dtype, device=device, deferred=deferred, ops=ops)
         hidden = config.hidden_size
         self._qkv = allocate(sum(self._heads), hidden, config.qkv_bias)
@@ -81,9 +83,10 @@ class QkvAttention:
 
     @property
     def vectors(self) -> dict[str, Tensor]:
+        sinks = {} if self._sinks is None else {"self_attn.sinks": self._sinks}
         if self._qk_norms is None:
-            return {}
-        return dict(zip(("self_attn.q_norm.weight", "self_attn.k_norm.weight"), self._qk_norms, strict=True))
+            return sinks
+        return sinks | dict(zip(("self_attn.q_norm.weight", "self_attn.k_norm.weight"), self._qk_norms, strict=True))
 
     def __call__(
         self,
@@ -107,6 +110,7 @@ class QkvAttention:
             config.attention_scale,
             self._window,
             config.attention_soft_cap,
+            self._sinks,
         )
         return self._out(attended, adapter_slots)
 

@@ -87,7 +87,10 @@ class DecoderLayer:
         else:
             inner = len(shard.expert_inner)
             shared = dense(len(shard.shared_inner), name=SHARED_EXPERTS) if mixture.shared_size else None
-            self._mlp = MixtureMlp(config, mixture, inner, dtype, device, deferred=deferred, ops=ops, shared=shared)
+            self._mlp = MixtureMlp(
+                config, mixture, inner, dtype, device, adds_bias=ranks.rank == 0, deferred=deferred, ops=ops,
+                shared=shared,
+            )  # fmt: skip
 
     @property
     def projections(self) -> list[Projection]:

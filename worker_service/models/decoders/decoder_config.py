@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from kernels.linear.experts import Routing
+from kernels.ops import ClampedSwiglu
 from worker_service.models.causal_model import widest
 from worker_service.models.config.rope import Rope
 
@@ -16,8 +17,13 @@ class MixtureNames:
     experts: str
     """The part of a name before the expert's number."""
     gate: str
-    up: str
+    up: str | None
+    """None if `gate` is one tensor of gate and up, whose outputs alternate."""
     down: str
+
+    @property
+    def gate_up(self) -> tuple[str, ...]:
+        return (self.gate,) if self.up is None else (self.gate, self.up)
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,10 @@ class Mixture:
     """DeepSeek's choice of experts, by groups; None: the experts with the largest logits."""
     shared_size: int = 0
     """Inner units of the shared experts, which all tokens use, together; 0 without shared experts."""
+    biased: bool = False
+    """Whether router and experts have biases."""
+    activation: ClampedSwiglu | None = None
+    """The experts'; None for the decoder's."""
 
     def __post_init__(self) -> None:
         if self.num_chosen > self.num_experts:
@@ -110,6 +120,8 @@ class DecoderConfig:
     """Whether queries and keys are normalised per head, before rotary embeddings."""
     post_norms: bool = False
     """Whether the outputs of both halves are normalised, too."""
+    sinks: bool = False
+    """Whether each query head has a sink, see `paged_attention`."""
     norm_offset: float = 0.0
     """Number to add to all norms' weights."""
     embedding_scale: float = 1.0

@@ -4,6 +4,7 @@ ValueError for unsupported settings. Unread keys are refused (see `config_keys`)
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kernels.ops import ClampedSwiglu
 from worker_service.models.config.config_keys import check_all_read, check_generates
 from worker_service.models.config.config_limits import MAX_LAYERS
 from worker_service.models.config.rope import Rope, read_rope, read_theta, rope_of
@@ -186,6 +187,46 @@ def _gemma3(json: ReadKeys) -> DecoderConfig:
     )
 
 
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def _gpt_oss(json: ReadKeys) -> DecoderConfig:
+    """Attention with sinks, and a window in every second layer; experts with biases and a clamped activation. (OpenAI,
+    2025.)"""
+    num_layers, num_chosen = num_layers_of(json), read_size(json, "num_experts_per_tok", 4)
+    rope = read_rope(json, head_dim_of(json, 64), 150_000.0, default=_GPT_OSS_ROPE)
+    scaling = json.plain.get("rope_parameters") or json.plain.get("rope_scaling") or _GPT_OSS_ROPE
+    # Repeated in OpenAI's files.
+    json.neutral(experts_per_token=num_chosen, initial_context_length=scaling.get("original_max_position_embeddings"))
+    json.neutral(hidden_act="silu")
+    mixture = Mixture(
+        num_experts=_num_experts(json, 128),
+        num_chosen=num_chosen,
+        intermediate_size=read_size(json, "intermediate_size"),
+        renormalise=True,
+        names=MixtureNames("mlp.router", "mlp.experts", gate="gate_up_proj", up=None, down="down_proj"),
+        biased=True,
+        activation=ClampedSwiglu(float(json.number("swiglu_alpha", 1.702)), float(json.number("swiglu_limit", 7.0))),
+    )
+    attention_bias = json.boolean("attention_bias", True)
+    return read_layers(
+        json,
+        num_kv_heads=8,
+        head_dim=64,
+        eps=1e-5,
+        activation="silu",
+        sinks=True,
+        qkv_bias=attention_bias,
+        out_bias=attention_bias,
+        ropes=[rope] * num_layers,
+        windows=_windows(json, json.integer("sliding_window", 128), [n % 2 == 0 for n in range(num_layers)]),
+        mixtures=[mixture] * num_layers,
+    )
+
+
 FAMILIES: dict[str, Callable[[ReadKeys], DecoderConfig]] = {
     "deepseek_v2": read_deepseek_v2,
     "deepseek_v3": read_deepseek_v3,
@@ -193,6 +234,7 @@ FAMILIES: dict[str, Callable[[ReadKeys], DecoderConfig]] = {
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "glm4_moe_lite": read_glm4_moe_lite,
+    "gpt_oss": _gpt_oss,
     "kimi_k2": read_deepseek_v3,
     "llama": _llama,
     "mimo": _mimo,

@@ -95,22 +95,29 @@ class MixtureMlp:
         dtype: torch.dtype,
         device: torch.device,
         *,
+        adds_bias: bool = True,
         deferred: bool = False,
         ops: Ops | None = None,
         shared: DenseMlp | None = None,
     ) -> None:
-        """inner: this rank's inner units of an expert; deferred, ops: see `ExpertLinear`. shared: the shared
-        experts."""
+        """inner: this rank's inner units of an expert; adds_bias: whether this rank adds the biases of `down`;
+        deferred, ops: see `ExpertLinear`. shared: the shared experts."""
         self._config, self._mixture, self._inner, self._shared = config, mixture, inner, shared
         self._ops: Ops = ops or ops_for(device)
-        router = torch.empty(mixture.num_experts, config.hidden_size, dtype=dtype, device=device)
-        self._router = Linear(router, wide=True, batch_invariant=True, quantisable=False, ops=self._ops)
+        empty, biased = partial(torch.empty, mixture.num_experts, dtype=dtype, device=device), mixture.biased
+        self._router = Linear(
+            empty(config.hidden_size), empty() if biased else None, wide=True, batch_invariant=True, quantisable=False,
+            ops=self._ops,
+        )  # fmt: skip
         self._bias: Tensor | None = None
         if mixture.routing is not None and mixture.routing.is_sigmoid:
             self._bias = torch.empty(mixture.num_experts, device=device)  # float32, as the router's results
-        allocate = partial(ExpertLinear, mixture.num_experts, dtype=dtype, device=device, deferred=deferred, ops=ops)
+        allocate = partial(
+            ExpertLinear, mixture.num_experts, dtype=dtype, device=device, biased=biased, deferred=deferred, ops=ops
+        )
         self._gate_up = allocate(2 * inner, config.hidden_size)
-        self._down = allocate(config.hidden_size, inner, wide=self._ops.WIDE_PRODUCTS)
+        self._down = allocate(config.hidden_size, inner, wide=self._ops.WIDE_PRODUCTS, adds_bias=adds_bias)
+        self._activation = mixture.activation or config.activation
 
     @property
     def projections(self) -> list[Projection]:
@@ -118,7 +125,7 @@ class MixtureMlp:
         projections = [(self._router, {names.router: self._mixture.num_experts})]
         for number, (gate_up, down) in enumerate(zip(self._gate_up.experts, self._down.experts, strict=True)):
             expert = f"{names.experts}.{number}"
-            fused = {f"{expert}.{names.gate}": self._inner, f"{expert}.{names.up}": self._inner}
+            fused = {f"{expert}.{name}": 2 * self._inner // len(names.gate_up) for name in names.gate_up}
             projections += [(gate_up, fused), (down, {f"{expert}.{names.down}": self._config.hidden_size})]
         return projections + ([] if self._shared is None else self._shared.projections)
 
@@ -140,6 +147,6 @@ class MixtureMlp:
             weights, experts = choose_experts(self._router(x), self._mixture.num_chosen, self._mixture.renormalise)
         rows = group_rows(experts, self._mixture.num_experts)
         inner = self._gate_up(x.index_select(0, rows.tokens), rows.ends)
-        returned = self._down(self._ops.gated_activation(inner, self._config.activation), rows.ends)
+        returned = self._down(self._ops.gated_activation(inner, self._activation), rows.ends)
         combined = self._ops.combine_rows(returned, rows.places, weights)
         return combined if self._shared is None else combined.add_(self._shared(x, adapter_slots))

@@ -81,6 +81,7 @@ class Shard:
             }
         outputs = config.num_heads * config.value_dim
         layer = {
+            "self_attn.sinks": Cut((config.num_heads,), [self.heads], range(1)),
             "self_attn.o_proj.weight": Cut((len(hidden), outputs), [hidden], _times(self.heads, config.value_dim)),
             "mlp.down_proj.weight": Cut((len(hidden), config.intermediate_size), [hidden], self.inner),
         }
@@ -90,7 +91,9 @@ class Shard:
             if mixture.shared_size:
                 networks[SHARED_EXPERTS] = mixture.shared_size, self.shared_inner
             for network, (units, stretch) in networks.items():
-                rows |= {f"{network}.{name}": ([(units, stretch)], hidden) for name in (names.gate, names.up)}
+                times = 2 // len(names.gate_up)  # 2: gate and up alternate in one tensor
+                part = (times * units, _times(stretch, times))
+                rows |= {f"{network}.{name}": ([part], hidden) for name in names.gate_up}
                 layer[f"{network}.{names.down}.weight"] = Cut((len(hidden), units), [hidden], stretch)
         for name, (parts, inputs) in rows.items():
             total, stretches = _joined(parts)

@@ -13,9 +13,9 @@ from worker_service.models.layers.linear import Linear, Quantization, joined
 
 
 class ExpertLinear:
-    """`x[row] @ weights[expert].T` for each row with its expert, batch-invariant. If the kernels multiply all experts
-    in one call, weights are one tensor (the stack). Otherwise each is packed by itself, and a step reads only experts
-    with rows. While weights are loaded, at most one expert's weight is in memory in two copies."""
+    """`x[row] @ weights[expert].T + biases[expert]` for each row with its expert, batch-invariant. If the kernels
+    multiply all experts in one call, weights are one tensor (the stack). Otherwise each is packed by itself, and a step
+    reads only experts with rows. While weights are loaded, at most one expert's weight is in memory in two copies."""
 
     def __init__(
         self,
@@ -25,31 +25,45 @@ class ExpertLinear:
         dtype: torch.dtype,
         device: torch.device,
         *,
+        biased: bool = False,
         wide: bool = False,
+        adds_bias: bool = True,
         deferred: bool = False,
         ops: Ops | None = None,
     ) -> None:
-        """Allocate weights unfilled. wide, ops: see `Linear`; deferred: see `Linear.allocate`."""
+        """Allocate weights unfilled. wide, adds_bias, ops: see `Linear`; deferred: see `Linear.allocate`."""
         self._ops: Ops = ops or ops_for(device)
         self._wide = wide
         self._stack: _Stack | None = None
         numbers, place = range(num_experts), "meta" if deferred else device
+        biases = torch.empty(num_experts, outputs, dtype=dtype, device=device) if biased else None
+        self._added = biases if adds_bias else None
+        bias_of = [None if biases is None else biases[number] for number in numbers]
         if self._ops.GROUPED_PRODUCTS:
             self._stack = stack = _Stack(num_experts, outputs, inputs, dtype, device)
             whole = torch.empty(num_experts, outputs, inputs, dtype=dtype, device="meta") if deferred else stack.wide()
-            self.experts: list[Linear] = [_Stacked(whole[number], stack, number, self._ops) for number in numbers]
+            self.experts: list[Linear] = [
+                _Stacked(whole[number], bias_of[number], stack, number, self._ops) for number in numbers
+            ]
         else:
             weights = [torch.empty(outputs, inputs, dtype=dtype, device=place) for _ in numbers]
             self.experts = [
-                Linear(weight, wide=wide, batch_invariant=True, device=device, ops=ops) for weight in weights
+                Linear(weight, bias, wide=wide, adds_bias=adds_bias, batch_invariant=True, device=device, ops=ops)
+                for weight, bias in zip(weights, bias_of, strict=True)
             ]
 
     def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
         """x: [rows, inputs], at least one row, sorted by expert. ends: see `ExpertRows`. Returns [rows, outputs]."""
-        if self._stack is not None and self._stack.narrow is not None:
-            return self._ops.grouped_float8(x, self._stack.narrow, ends, self._wide)
         if self._stack is not None:
-            return self._ops.grouped_linear(x, self._stack.wide(), ends, self._wide)
+            narrow = self._stack.narrow
+            if narrow is not None:
+                found = self._ops.grouped_float8(x, narrow, ends, self._wide)
+            else:
+                found = self._ops.grouped_linear(x, self._stack.wide(), ends, self._wide)
+            if self._added is not None:
+                expert = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)
+                found += self._added.index_select(0, expert)
+            return found
         stretches = zip(self.experts, pairwise([0, *ends.tolist()]), strict=True)
         return torch.cat([expert(x[start:stop]) for expert, (start, stop) in stretches if start < stop])
 
@@ -98,8 +112,8 @@ class _Stack:
 class _Stacked(Linear):
     """One expert's layer. `pack` stores its weight in the stack."""
 
-    def __init__(self, weight: Tensor, stack: _Stack, number: int, ops: Ops) -> None:
-        super().__init__(weight, device=stack.device, ops=ops)
+    def __init__(self, weight: Tensor, bias: Tensor | None, stack: _Stack, number: int, ops: Ops) -> None:
+        super().__init__(weight, bias, device=stack.device, ops=ops)
         self._stack, self._number = stack, number
 
     def materialise(self, quantization: Quantization = "none") -> bool:

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from kernels.backends import ops_for
 from kernels.float8 import Float8Weight, quantize_float8
-from kernels.ops import GroupedWeight, LoraWeights, Ops, Product, QuantizedWeight, Table
+from kernels.ops import GroupedWeight, LoraWeights, MxFloat4Weight, Ops, Product, QuantizedWeight, Table
 from kernels.reference import wide_linear
 
 Quantization = Literal["none", "fp8", "int8", "w8a8", "int4", "gguf"]
@@ -205,6 +205,8 @@ def _unpacked(weight: Tensor, wide: bool, x: Tensor, bias: Tensor | None) -> Ten
 def joined(parts: Sequence[QuantizedWeight | None]) -> QuantizedWeight | None:
     """Concatenate fused projections, because one product is faster than several. None if a part is None or layouts
     differ."""
+    if len(parts) == 1:
+        return parts[0]
     in_floats = [part for part in parts if isinstance(part, Float8Weight)]
     if in_floats:
         kinds = {
@@ -234,6 +236,8 @@ def _product(ops: Ops, weight: QuantizedWeight, device: torch.device, wide: bool
         numbers, scales, input_scale = weight
         of_inputs = None if input_scale is None else input_scale.to(device)
         return ops.pack_float8(Float8Weight(numbers.to(device), scales.to(device), of_inputs), wide)
+    if isinstance(weight, MxFloat4Weight):
+        return ops.pack_mx_float4(weight, wide)
     table = ops.pack_grouped(weight, wide)
     return table if table is None or weight.order is None else _Ordered(table, weight.order)
 
