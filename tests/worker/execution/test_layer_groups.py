@@ -104,9 +104,13 @@ def test_outputs_of_one_prompt_share_its_blocks_in_every_group(checkpoint: Path)
     assert outputs(group) == 3 * [Oracle(checkpoint).greedy(PROMPT, 12)]
 
 
-@pytest.mark.parametrize(("flag", "groups"), [(False, [(8, 0), (4, WINDOW)]), (True, [])])
+@pytest.mark.parametrize(
+    ("flag", "step_tokens", "groups"),
+    [(False, 16, [(8, 0), (4, WINDOW)]), (True, 16, []), (False, 7, [])],
+    ids=["groups", "refused by a flag", "steps shorter than a block"],
+)
 def test_a_worker_states_its_groups_and_counts_the_blocks_that_a_sequence_needs(
-    checkpoint: Path, flag: bool, groups: list[tuple[int, int]]
+    checkpoint: Path, flag: bool, step_tokens: int, groups: list[tuple[int, int]]
 ) -> None:
     settings = WorkerSettings(
         model=str(checkpoint),
@@ -114,7 +118,7 @@ def test_a_worker_states_its_groups_and_counts_the_blocks_that_a_sequence_needs(
         block_size=4,
         max_model_len=128,
         max_num_seqs=1,
-        max_num_batched_tokens=16,
+        max_num_batched_tokens=step_tokens,
         disable_hybrid_kv_cache_manager=flag,
     )
     worker = load_worker(settings)

@@ -59,11 +59,12 @@ class GeneratorLoader(Loader):
 
     def _groups(self) -> tuple[LayerGroup, ...]:
         """The groups of layers in the KV cache. CUDA graphs and networks that draft have one block table for each
-        sequence."""
+        sequence. A step has room for the span of the groups' blocks."""
         target, settings = self.target, self.settings
         if settings.disable_hybrid_kv_cache_manager or target.device.type != "cpu" or self._proposer_loader.shapes:
             return ()
-        return group_layers(target.config.windows, settings.block_size, self.max_model_len)
+        groups = group_layers(target.config.windows, settings.block_size, self.max_model_len)
+        return groups if replace(target.shape, groups=groups).span <= settings.max_num_batched_tokens else ()
 
     def check(self) -> list[int]:
         return self.target.check(self._room) + self._proposer_loader.check()
