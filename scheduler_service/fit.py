@@ -65,7 +65,9 @@ def main(program: str = PROGRAM) -> None:
 def _table(result: Fit) -> Table:
     table = Table("field", "value")
     for name, value in result.fields.items():
-        if isinstance(value, list):
+        if name == "layer_groups":
+            table.add_row(name, " ".join(f"{block_size}:{window}" for block_size, window in value))
+        elif isinstance(value, list):
             table.add_row(name, " ".join(f"{share:.3f}" for share in value))
         else:
             table.add_row(name, f"{value:,.3f}" if isinstance(value, float) else f"{value:,}")

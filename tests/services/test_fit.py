@@ -20,6 +20,7 @@ from scheduler_service.core import (
     SequenceGroup,
     WaitingQueue,
 )
+from scheduler_service.core.config import LayerGroup
 from scheduler_service.recording.recorder import Recorder
 from scheduler_service.recording.replayer import Replayer
 from scheduler_service.recording.step_work import StepWork
@@ -214,7 +215,8 @@ def test_an_encoder_has_no_decodes_to_tell_the_cost_of() -> None:
 
 def test_a_plan_is_made_of_a_recording_by_two_commands(tmp_path: Path) -> None:
     recording, model, trace = tmp_path / "recording", tmp_path / "costs.json", tmp_path / "trace.csv"
-    record_worker(recording, COSTS, noise=0.05)
+    groups = LayerGroup(CONFIG.block_size), LayerGroup(CONFIG.block_size, window=9)
+    record_worker(recording, COSTS, replace(CONFIG, layer_groups=groups), noise=0.05)
     result = command("scheduler_service.fit", recording, model)
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout.splitlines()[-1])
@@ -223,6 +225,7 @@ def test_a_plan_is_made_of_a_recording_by_two_commands(tmp_path: Path) -> None:
     assert 0 < report["median_relative_error"] < 0.05
     assert 0.9 < report["r2"] < 1
     assert report["cost_model"] == json.loads(model.read_text())
+    assert CostModel.read(model).layer_groups == groups
     assert CostModel.read(model).decode_token_us == pytest.approx(COSTS.decode_token_us, rel=0.1)
     trace.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"2023-11-16 18:15:{s:02},20,5\n" for s in range(30))
