@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from kernels.backends import ops_for
 from kernels.ops import Ops
 from pagewire_common.start_error import StartError
 from worker_service.execution.cache.cache_engine import CacheShape
+from worker_service.execution.cache.layer_groups import LayerGroup
 from worker_service.execution.startup import capacity
 from worker_service.execution.startup.capacity import (
     check_room_for_weights,
@@ -114,6 +116,16 @@ def test_a_cache_too_small_for_one_sequence_is_refused(
 ) -> None:
     with pytest.raises(StartError, match=sentence):
         count(max_model_len, **settings)
+
+
+def test_the_longest_sequence_that_fits_has_blocks_in_every_group_of_layers(cgroup: Path) -> None:
+    """Of 9 tokens, 5 blocks without a window and 3 with one: the window and a chunk touch 3 at most."""
+    groups = LayerGroup((0,), 0, 2), LayerGroup((1, 2), 3, 1)
+    shape = replace(SHAPE, groups=groups)
+    settings = WorkerSettings(kv_cache_memory=gib(7 * shape.block_bytes), max_num_batched_tokens=1, max_num_seqs=1)
+    with pytest.raises(StartError, match=r"room for 7 blocks .*9 tokens needs 8 .*at most 8$"):
+        count_device_blocks(CPU, [shape], 9, 0, settings)
+    assert count_device_blocks(CPU, [shape], 8, 0, settings) == 7
 
 
 def test_a_cache_may_be_too_small_for_texts_that_positions_are_only_scaled_for(

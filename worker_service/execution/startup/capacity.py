@@ -4,6 +4,7 @@ Blocks are counted after the weights are loaded and a trial step of the largest 
 length does not fit, the worker refuses to start, because such a request would wait forever."""
 
 import ctypes
+from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def count_device_blocks(
     by default `max_model_len`."""
     if settings.num_gpu_blocks_override is not None:
         return settings.num_gpu_blocks_override
-    block_size, own_bytes = shapes[0].block_size, sum(shape.block_bytes for shape in shapes)
+    own_bytes = sum(shape.block_bytes for shape in shapes)
 
     def blocks_for(num_tokens: int) -> int:
         return blocks_of(num_tokens, shapes[0], sliding_window, settings.max_num_batched_tokens)
@@ -81,7 +82,8 @@ def count_device_blocks(
         count = min(free_host_bytes() // _CPU_SHARE // block_bytes, settings.max_num_seqs * needed)
     count = min(ranks.gather_numbers(count))
     if count < (least := blocks_for(least_model_len)):
-        raise StartError(_too_little(device, block_size, block_bytes, least_model_len, max(count, 0), least))
+        fitting = bisect_right(range(1, least_model_len), count, key=blocks_for)
+        raise StartError(_too_little(device, fitting, block_bytes, least_model_len, max(count, 0), least))
     return count
 
 
@@ -93,10 +95,10 @@ def blocks_of(num_tokens: int, shape: CacheShape, sliding_window: int, chunk: in
 
 
 def _too_little(
-    device: torch.device, block_size: int, block_bytes: int, max_model_len: int, count: int, needed: int
+    device: torch.device, fitting: int, block_bytes: int, max_model_len: int, count: int, needed: int
 ) -> str:
     flags = "--gpu-memory-utilization or --kv-cache-memory" if device.type == "cuda" else "--kv-cache-memory"
-    less = f" to at most {count * block_size}" if count else ""
+    less = f" to at most {fitting}" if fitting else ""
     return (
         f"the KV cache on {device.type} has room for {count} blocks ({count * block_bytes / _GIB:.3g} GiB), and "
         f"one sequence of {max_model_len} tokens needs {needed} ({needed * block_bytes / _GIB:.3g} GiB); "
