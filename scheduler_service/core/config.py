@@ -158,6 +158,10 @@ class SchedulerConfig:
                 f"num_lookahead_slots is {self.num_lookahead_slots}; it must be less than the pool's "
                 f"{self.num_device_blocks * self.block_size} tokens"
             )
+        if self.max_sequence_tokens < 1:
+            raise ValueError(
+                f"num_device_blocks is {self.num_device_blocks}; no token fits into {len(self.groups)} groups of layers"
+            )
 
     def _check_layer_groups(self) -> None:
         """Raise ValueError if the groups of layers contradict other fields."""

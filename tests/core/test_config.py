@@ -4,6 +4,7 @@ import pytest
 from scheduler_helpers import make_scheduler
 
 from scheduler_service.core import PhaseRule
+from scheduler_service.core.config import LayerGroup
 
 
 @pytest.mark.parametrize(
@@ -40,3 +41,10 @@ def test_a_delay_is_for_separate_phases_only() -> None:
 def test_a_budget_below_one_block_is_refused() -> None:
     with pytest.raises(ValueError, match=r"max_num_batched_tokens is 8; it must be at least block_size \(16\)"):
         make_scheduler(max_num_batched_tokens=8, block_size=16)
+
+
+def test_a_pool_without_a_block_for_each_group_of_layers_is_refused() -> None:
+    groups = LayerGroup(4), LayerGroup(4, window=3)
+    with pytest.raises(ValueError, match="num_device_blocks is 1; no token fits into 2 groups of layers"):
+        make_scheduler(num_device_blocks=1, layer_groups=groups)
+    assert make_scheduler(num_device_blocks=2, layer_groups=groups).config.max_sequence_tokens == 4
