@@ -171,6 +171,8 @@ class SchedulerConfig:
             raise ValueError("layer_groups excludes sliding_window, encoders, and encoder inputs")
         if len(self.layer_groups) > MAX_LAYER_GROUPS:
             raise ValueError(f"layer_groups has {len(self.layer_groups)} groups; the limit is {MAX_LAYER_GROUPS}")
+        if [*self.layer_groups] != sorted(self.layer_groups, key=lambda group: group.window > 0):
+            raise ValueError("layer_groups has a group with a window before one without")
         for group in self.layer_groups:
             if group.block_size < 1 or group.window < 0 or self.block_size % group.block_size:
                 raise ValueError(
@@ -181,8 +183,7 @@ class SchedulerConfig:
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
         """The groups of layers, of which the first is a group without a window, if there is one."""
-        groups = self.layer_groups or (LayerGroup(self.block_size, self.sliding_window),)
-        return tuple(sorted(groups, key=lambda group: group.window > 0))
+        return self.layer_groups or (LayerGroup(self.block_size, self.sliding_window),)
 
     @property
     def is_encoder(self) -> bool:

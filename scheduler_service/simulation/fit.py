@@ -77,7 +77,7 @@ class Measurements:
         """The workers' common configuration. Raises ValueError if there is none."""
         if not self._configs:
             raise ValueError("the recording has no such worker" if self._worker else "the recording has no worker")
-        kinds = {_sizes(config) for config in self._configs.values()}
+        kinds = {(*_sizes(config), config.groups) for config in self._configs.values()}
         if len(kinds) > 1:
             raise ValueError(
                 f"the workers {', '.join(self._configs)} are of different sizes, and a cost model is of one; name one "

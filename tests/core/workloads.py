@@ -126,7 +126,7 @@ def with_layer_groups(config: SchedulerConfig, seed: int) -> SchedulerConfig:
     return replace(
         config,
         block_size=lcm(*sizes),
-        layer_groups=tuple(map(LayerGroup, sizes, windows)),
+        layer_groups=tuple(sorted(map(LayerGroup, sizes, windows), key=lambda group: group.window > 0)),
         sliding_window=0,
         max_num_encoder_tokens=0,
         num_device_blocks=config.num_device_blocks * len(sizes),

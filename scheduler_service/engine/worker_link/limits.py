@@ -8,7 +8,7 @@ from pagewire.v1.engine_service_pb2 import ModelLimits
 from pagewire_common.sampling import MAX_N
 from pagewire_common.start_error import StartError
 from scheduler_service.core import SchedulerConfig
-from scheduler_service.core.config import LayerGroup, default_prefill_chunk, tokens_that_fit
+from scheduler_service.core.config import MAX_LAYER_GROUPS, LayerGroup, default_prefill_chunk, tokens_that_fit
 from scheduler_service.policies import policy_class
 from scheduler_service.settings import MAX_BATCHED_TOKENS, MAX_SEQS, SchedulerSettings
 from scheduler_service.wire.codec import WorkerInfo
@@ -53,7 +53,8 @@ def _pool_tokens(info: WorkerInfo, num_blocks: int) -> int:
 
 
 def layer_groups(info: WorkerInfo) -> tuple[LayerGroup, ...]:
-    return tuple(LayerGroup(group.block_size, group.window) for group in info.layer_groups)
+    most = info.layer_groups[: MAX_LAYER_GROUPS + 1]  # more are refused, and not copied before
+    return tuple(LayerGroup(group.block_size, group.window) for group in most)
 
 
 def max_num_batched_tokens(settings: SchedulerSettings, info: WorkerInfo) -> int:

@@ -166,6 +166,11 @@ def test_layers_of_one_kind_are_no_groups_and_a_window_of_the_longest_sequence_i
     assert group_layers([512, 512], 16, 8192) == group_layers([None, 512], 16, 512) == ()
 
 
+def test_groups_that_save_nothing_are_none() -> None:
+    assert group_layers([20] * 31 + [None], 256, 8192) == group_layers([20] + [None] * 31, 16, 8192) == ()
+    assert group_layers([20] * 31 + [None], 16, 8192)
+
+
 def test_layers_of_a_block_do_not_overlap_and_fill_it() -> None:
     shape = CacheShape(3, 4, 2, 8, torch.float32, group_layers([6, None, 6], 4, 100))
     blocks = shape.allocate(2, torch.device("cpu"))

@@ -16,6 +16,10 @@ MAX_UNUSED_WITHOUT_WINDOW = 0.05
 """Maximum unused share of blocks for layers without a window, which hold most blocks of long contexts."""
 
 
+MAX_SHARE = 0.9
+"""Memory of a long context with groups, as a share of the memory without. Above it, there are no groups."""
+
+
 @dataclass(frozen=True)
 class LayerGroup:
     layers: tuple[int, ...]
@@ -46,7 +50,9 @@ def group_layers(windows: Sequence[int | None], block_size: int, max_model_len: 
     fewer, more = sorted((whole, recent), key=len)
     tokens = _tokens_of_fewer(len(fewer), len(more), block_size, fewer is whole)
     sizes = {len(more): block_size} | {len(fewer): tokens}
-    return LayerGroup(whole, 0, sizes[len(whole)]), LayerGroup(recent, window, sizes[len(recent)])
+    groups = LayerGroup(whole, 0, sizes[len(whole)]), LayerGroup(recent, window, sizes[len(recent)])
+    of_a_token = max(group.size for group in groups) / groups[0].block_size  # in a long context
+    return groups if of_a_token <= MAX_SHARE * len(windows) else ()
 
 
 def _tokens_of_fewer(num_fewer: int, num_more: int, block_size: int, is_whole: bool) -> int:
