@@ -81,7 +81,7 @@ async def test_outputs_are_the_same_with_a_head_that_guesses_from_states(
         assert num_preemptions(one) > 0 or num_device_blocks > 40
     assert guesses.right.num_tokens > 2000
     slow = SlowEagle(tiny_model_directory, head)
-    assert guessed.share(slow) > 0.9
+    assert guessed.share(slow) > 0.8  # how many sequences share a last block depends on when they meet
 
 
 @pytest.mark.usefixtures("all_verified")
@@ -139,4 +139,4 @@ async def test_outputs_are_the_same_with_the_layer_that_a_checkpoint_has_for_gue
         assert num_preemptions(one) > 0 or num_device_blocks > 40
     assert guesses.right.num_tokens > 1000
     slow = SlowMtp(mimo.parent / "qwen2", mimo)
-    assert guessed.share(slow) > 0.9
+    assert guessed.share(slow) > 0.8  # how many sequences share a last block depends on when they meet

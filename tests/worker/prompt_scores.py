@@ -15,17 +15,20 @@ from worker_service.settings import WorkerSettings
 
 def prompt_logprobs(settings: WorkerSettings) -> Tensor:
     """The prompt's tokens except the first."""
-    prompt = tokens(range(3, 40))
+    prompt, worker = tokens(range(3, 40)), load_worker(settings)
+    tables = [tokens(range(number, 40, 2)) for number in range(2)]
+    table, *further = tables if worker.limits.layer_groups else [tokens(range(len(prompt)))]
     sequence = SequenceState(
         sequence_id=1,
         token_ids=prompt,
         num_prompt_tokens=len(prompt),
         num_computed_tokens=0,
-        block_ids=tokens(range(len(prompt))),
+        block_ids=table,
         sampling=SamplingParams(prompt_logprobs=0),
+        further_tables=tuple(further),
     )
     chunk = ScheduledChunk(sequence, start=0, stop=len(prompt) - 1, samples=False)
-    (report,) = load_worker(settings).runner.execute(SchedulerOutput(epoch=0, step_id=0), [chunk]).prompt_logprobs
+    (report,) = worker.runner.execute(SchedulerOutput(epoch=0, step_id=0), [chunk]).prompt_logprobs
     return torch.tensor(report.logprobs)
 
 
