@@ -61,7 +61,7 @@ async def edge(
         aiohttp.ClientSession(url) as session,
     ):
         one.front_ends.pages.commands = one.admin.commands
-        await one.model()
+        await until(lambda: one.workers.admits)
         yield one, worker, session
 
 
