@@ -13,6 +13,8 @@ MAX_BLOCKS = 2**22
 
 MAX_LAYER_GROUPS = 8
 """Each has a block table for every sequence."""
+ANY_NUMBER = 1 << 62
+"""Tokens that a block with states has room for."""
 
 
 class PreemptionMode(enum.Enum):
@@ -35,13 +37,22 @@ class PhaseRule(enum.Enum):
 
 
 class LayerGroup(NamedTuple):
-    """Layers whose keys and values stay in the cache equally long. Each group has a block table of its own. All groups'
-    blocks have the same number of bytes, and come from one pool."""
+    """Layers that hold cache alike. Each group has a block table of its own. All groups' blocks have the same number of
+    bytes, and come from one pool."""
 
     block_size: int
-    """Tokens of a block."""
+    """Tokens of a block. 0: the layers keep states in place of keys and values, one block for each sequence."""
     window: int = 0
     """Tokens that each token attends to, including itself (0: all)."""
+
+    @property
+    def has_states(self) -> bool:
+        return not self.block_size
+
+    @property
+    def room(self) -> int:
+        """Tokens that a block has room for."""
+        return self.block_size or ANY_NUMBER
 
     def blocks_within_window(self, chunk: int) -> int:
         """Blocks that the window and a chunk touch together, at any offset in a block."""
@@ -171,10 +182,15 @@ class SchedulerConfig:
             raise ValueError("layer_groups excludes sliding_window, encoders, and encoder inputs")
         if len(self.layer_groups) > MAX_LAYER_GROUPS:
             raise ValueError(f"layer_groups has {len(self.layer_groups)} groups; the limit is {MAX_LAYER_GROUPS}")
-        if [*self.layer_groups] != sorted(self.layer_groups, key=lambda group: group.window > 0):
-            raise ValueError("layer_groups has a group with a window before one without")
+        if [*self.layer_groups] != sorted(self.layer_groups, key=lambda group: (group.has_states, group.window > 0)):
+            raise ValueError("layer_groups has another order than full, window, states")
+        if self.has_states and self.num_lookahead_slots:
+            raise ValueError(f"num_lookahead_slots is {self.num_lookahead_slots}; with states it must be 0")
         for group in self.layer_groups:
-            if group.block_size < 1 or group.window < 0 or self.block_size % group.block_size:
+            if group.has_states:
+                if group.window:
+                    raise ValueError(f"layer_groups has states with a window of {group.window} tokens")
+            elif group.block_size < 0 or group.window < 0 or self.block_size % group.block_size:
                 raise ValueError(
                     f"layer_groups has a block of {group.block_size} tokens and a window of {group.window}; block_size "
                     f"({self.block_size}) must be a multiple of each block, and a window at least 0"
@@ -184,6 +200,10 @@ class SchedulerConfig:
     def groups(self) -> tuple[LayerGroup, ...]:
         """The groups of layers, of which the first is a group without a window, if there is one."""
         return self.layer_groups or (LayerGroup(self.block_size, self.sliding_window),)
+
+    @property
+    def has_states(self) -> bool:
+        return any(group.has_states for group in self.layer_groups)
 
     @property
     def is_encoder(self) -> bool:
@@ -211,7 +231,7 @@ def default_prefill_chunk(max_num_batched_tokens: int) -> int:
 
 def blocks_of_tokens(groups: Sequence[LayerGroup], num_tokens: int, chunk: int) -> int:
     """Blocks of one sequence of `num_tokens` tokens, computed in chunks of at most `chunk` tokens."""
-    numbers = ((-(-num_tokens // group.block_size), group) for group in groups)
+    numbers = ((-(-num_tokens // group.room), group) for group in groups)
     return sum(min(all_, group.blocks_within_window(chunk)) if group.window else all_ for all_, group in numbers)
 
 

@@ -15,6 +15,7 @@ does steps in order, so freed blocks can be reused at once. If a sequence turns 
 the steps in flight are wasted. Plans assume that all drafts in flight are accepted.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 
@@ -106,7 +107,10 @@ class Scheduler:
             self._running.hand_out_rest(step)
         if self.config.num_lookahead_slots:
             self._draft_room.hand_out(step)
+        if self.blocks.states:
+            self._keep_states(step)
         output = self._writer.write(step)
+        self.blocks.states.planned()
         self._steady.look_ahead(step)
         self._admission.report(step)
         if self.config.max_held_loras:
@@ -158,6 +162,14 @@ class Scheduler:
             for sequence in group.sequences:
                 if sequence.num_computed_tokens >= sequence.releases_at:
                     self.blocks.release_behind_window(sequence)
+
+    def _keep_states(self, step: Step) -> None:
+        """Keep states of the step's sequences for the prefix cache, with the blocks that are left."""
+        for sequence in step.needy:
+            step.state_copies += self.blocks.states.keep(sequence)
+        for chunk in itertools.chain.from_iterable(step.chunks.values()):
+            if not any(target in self.blocks.states.blocks_of(chunk.sequence) for _, target in chunk.copies):
+                step.state_copies += self.blocks.states.keep(chunk.sequence)
 
     # ---- calls that change the scheduler
 
@@ -225,7 +237,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> int:
         """Remove all computed blocks from the prefix cache. Returns the number of device blocks that could be found."""
-        return self.blocks.cache.reset()
+        return self.blocks.reset_prefix_cache()
 
     def release_all(self, now: float = 0.0, *, blames: bool = True) -> list[SequenceGroup]:
         """Return all groups to the head of the queue, because the worker is gone. No further steps may be planned.

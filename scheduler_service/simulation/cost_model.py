@@ -81,7 +81,7 @@ def _layer_groups(path: Path, value: Any) -> tuple[LayerGroup, ...]:
     groups = []
     for pair in value if isinstance(value, list) else [value]:
         match pair:
-            case [int(block_size), int(window)] if block_size > 0 <= window:
+            case [int(block_size), int(window)] if block_size > 0 <= window or (block_size, window) == (0, 0):
                 groups.append(LayerGroup(block_size, window))
             case _:
                 raise ValueError(f"{path}: layer_groups is {value!r}; it must be a list of pairs of tokens")

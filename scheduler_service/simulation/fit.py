@@ -119,7 +119,7 @@ def _fields(coefficients: dict[str, float], config: SchedulerConfig) -> dict[str
         "context_token_us": coefficients["context_tokens"],
         **dict(zip(SIZES, _sizes(config), strict=True)),
     }
-    if any(group.window for group in config.groups):
+    if any(group.window or group.has_states for group in config.groups):
         fields["layer_groups"] = [list(group) for group in config.groups]
     if not config.block_bytes:  # the worker did not report the size of a block in bytes
         fields["block_bytes"] = CostModel().block_bytes

@@ -124,7 +124,7 @@ class Simulator:
             max_num_seqs=cost_model.max_num_seqs,
             max_model_len=pool,
             sliding_window=groups[0].window if len(groups) == 1 else 0,
-            layer_groups=groups if len(groups) > 1 else (),
+            layer_groups=groups if len(groups) > 1 or groups[0].has_states else (),
             num_lookahead_slots=num_drafts,
             preemption_mode=preemption_mode,
             phase_rule=phase_rule,

@@ -147,6 +147,8 @@ class FakeWorker:
             self.host_slots[destination] = list(self.slots[source])
         for source, destination in output.blocks_to_swap_in:
             self.slots[destination] = list(self.host_slots[source])
+        overwritten = {source for source, _ in output.blocks_to_copy} & {target for _, target in output.blocks_to_copy}
+        assert not overwritten, "a block is copied and overwritten by another copy"
         for source, destination in output.blocks_to_copy:
             self.slots[destination] = list(self.slots[source])
         for sequence, table, num_computed, further in output.new_sequences:
@@ -174,18 +176,20 @@ class FakeWorker:
             for sequence, room in output.num_draft_tokens.items()
         }
         scheduled = [(s, num_tokens - num_unused.get(s.id, 0), samples) for s, num_tokens, samples in output.scheduled]
+        late = {sequence for sequence, _, samples in scheduled if samples and self._is_late(sequence)}
         # A step writes all keys and values before it reads any.
         for sequence, num_tokens, samples in scheduled:
             if sequence.is_encoder:
                 self._store_encoder(self.mirrors[sequence.id], num_tokens)
             else:
                 self._store(self.mirrors[sequence.id], num_tokens, samples)
+                self._advance(self.mirrors[sequence.id], num_tokens - (sequence in late))
         sampled: dict[Sequence, list[int]] = {}
         for sequence, num_tokens, samples in scheduled:
             if not sequence.is_encoder:
                 self._attend(mirror := self.mirrors[sequence.id], num_tokens)
                 if samples:
-                    sampled[sequence] = self._sample(mirror, self._is_late(sequence))
+                    sampled[sequence] = self._sample(mirror, sequence in late)
         answer = ModelOutput(output.step_id, [token for tokens in sampled.values() for token in tokens])
         if output.num_draft_tokens:
             answer.num_draft_tokens = [output.num_draft_tokens.get(s, 0) - num_unused.get(s.id, 0) for s in sampled]
@@ -237,10 +241,25 @@ class FakeWorker:
         assert samples == (end == len(mirror.tokens))
         prefixes = mirror.prefixes(end)
         for number, group in enumerate(self.config.groups):
+            if group.has_states:
+                continue
             room = len(mirror.tables[number]) * group.block_size - self.config.num_lookahead_slots
             assert end <= room, "the block table is too short for the chunk and what may follow it"
             for position in range(mirror.num_computed, end):
                 self._write(mirror, number, position, prefixes[position])
+
+    def _advance(self, mirror: Mirror, num_tokens: int) -> None:
+        """Advance the states, which must be those after all tokens so far. A late token will be computed again, and
+        changes no state before."""
+        end = mirror.num_computed + num_tokens
+        for number, group in enumerate(self.config.groups):
+            if group.has_states:
+                (block,) = mirror.tables[number]
+                if mirror.num_computed:
+                    before = mirror.prefixes(mirror.num_computed)[mirror.num_computed - 1]
+                    assert self.slots[block][0] == before + number, f"others' states after {mirror.num_computed} tokens"
+                if end:
+                    self.slots[block][0] = mirror.prefixes(end)[end - 1] + number
 
     def _is_late(self, sequence: Sequence) -> bool:
         return bool(sequence.sampling.form and self.reading and self.reading.random() < 0.5)
@@ -254,6 +273,8 @@ class FakeWorker:
             stored = [self._slot(mirror.encoder, 0, position)[position % size] for position in positions]
             assert stored == self._encoded(mirror.encoder), "the cross table holds others' keys and values"
         for number, (block_size, window) in enumerate(self.config.groups):
+            if not block_size:
+                continue  # states, which `_advance` has checked
             start = max(0, mirror.num_computed - window + 1) if window else 0
             # Without a loop over positions, because a simulated worker spends most of its time here.
             first = start // block_size

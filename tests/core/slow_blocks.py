@@ -25,6 +25,10 @@ class SlowBlocks:
         self.swapped: list[SlowGroup] = []
         self.plan: list[tuple[SlowSequence, int, int]] = []  # sequence, tokens, copies on write
         self.let_go: dict[str, list[Block]] = {"device": [], "host": []}
+        self.has_states = any(layers.has_states for layers in self.layers)
+        self.has_copied_states: list[SlowSequence] = []  # in this step
+        self.left: list[Block] = []  # states that were found, and are copied in this step
+        self.kept: list[tuple[SlowSequence, int, list[Block]]] = []  # states for the cache, after so many pages
 
     def sequences(self) -> list[SlowSequence]:
         """All sequences that may have tables."""
@@ -35,14 +39,20 @@ class SlowBlocks:
         return [table for sequence in self.sequences() for table in getattr(sequence, pool) or []]
 
     def holders(self, block: Block | None) -> int:
-        return sum(block in table for table in self.tables("device") + self.tables("host")) if block else 0
+        in_tables = sum(block in table for table in self.tables("device") + self.tables("host"))
+        return in_tables + (block in self.kept_aside()) if block else 0
+
+    def kept_aside(self) -> list[Block]:
+        """Blocks with states that are in no table."""
+        return self.left + [block for _, _, blocks in self.kept for block in blocks]
 
     def held(self, pool: str, but_by: list[SlowGroup] | None = None) -> set[Block]:
         """Blocks in any table, or in one of another group."""
         groups = [group for group in self.running + self.swapped if group not in (but_by or [])]
         sequences = [sequence for g in groups for sequence in [*g.sequences, g.encoder] if sequence]
         tables = [table for sequence in sequences for table in getattr(sequence, pool) or ()]
-        return {block for table in tables for block in table} - {None}
+        aside = self.kept_aside() if pool == "device" else []
+        return {block for table in [*tables, aside] for block in table} - {None}
 
     @property
     def num_free(self) -> int:
@@ -72,18 +82,21 @@ class SlowBlocks:
                 self.let_go[pool].append(block)
 
     def drop_tables(self, sequence: SlowSequence, pool: str = "device") -> None:
+        self.release_kept([one for one in self.kept if one[0] is sequence])
         for table in getattr(sequence, pool) or ():
             self.drop_blocks(table, pool=pool)
 
     def drop_behind_windows(self, sequence: SlowSequence) -> None:
         """Free the blocks that no token attends to after those that no draft's rejection takes back."""
         for layers, table in zip(self.layers, sequence.device or (), strict=False):
+            if layers.has_states:
+                continue
             self.drop_blocks(table, self.first_needed(layers, sequence.computed - sequence.num_drafted))
 
     # ---- sizes, in blocks of a group of layers
 
     def blocks_for(self, layers: LayerGroup, num_tokens: int) -> int:
-        return -(-num_tokens // layers.block_size)
+        return -(-num_tokens // layers.room)
 
     def entries_for(self, layers: LayerGroup, num_tokens: int) -> int:
         """Entries of a table for these tokens and the drafts behind them."""
@@ -121,7 +134,7 @@ class SlowBlocks:
 
     def num_shared(self, layers: LayerGroup, follower: SlowSequence) -> int:
         """Full blocks that a follower shares: the prompt's, or one token less if its first output is not sampled."""
-        return min(len(follower.group.prompt), len(follower.token_ids) - 1) // layers.block_size
+        return min(len(follower.group.prompt) - self.has_states, len(follower.token_ids) - 1) // layers.room
 
     def never_fits(self, group: SlowGroup) -> bool:
         """Whether all outputs at their longest exceed the empty pool."""
@@ -132,7 +145,7 @@ class SlowBlocks:
             sequences.append(SlowSequence(group, 0, [*group.prompt, 0]))
         in_all = self.blocks_for(self.layers[0], len(group.encoder_tokens))
         for layers in self.layers:
-            in_prompt = prompt // layers.block_size
+            in_prompt = prompt // layers.room
             needed = self.in_window(layers, in_prompt)
             for number, sequence in enumerate(sequences):
                 own = self.entries_for(layers, max(len(sequence.token_ids), longest - 1))
@@ -147,7 +160,7 @@ class SlowBlocks:
 
     def in_page(self, number: int) -> int:
         """Blocks of a page in a group of layers."""
-        return self.config.block_size // self.layers[number].block_size
+        return self.config.block_size // (self.layers[number].block_size or self.config.block_size)
 
     def key_of(self, sequence: SlowSequence, number: int, index: int) -> Key:
         """The key of a block in a group of layers, which includes the encoder's input."""
@@ -158,10 +171,15 @@ class SlowBlocks:
     def key_of_page(self, sequence: SlowSequence, page: int) -> Key:
         return self.key_of(sequence, 0, (page + 1) * self.in_page(0) - 1)
 
-    def last_offered(self, sequence: SlowSequence) -> Block | None:
-        """The block that names the last page that was offered to the cache, unless it is behind the window."""
-        end = sequence.num_offered * self.in_page(0)
-        return (sequence.device or sequence.host)[0][end - 1] if end else None
+    def last_of_pages(self, sequence: SlowSequence, num_pages: int) -> Block | None:
+        """The block that names the last of a sequence's first pages, unless it is behind the window."""
+        if not num_pages or self.layers[0].has_states:
+            return None
+        return (sequence.device or sequence.host)[0][num_pages * self.in_page(0) - 1]
+
+    def is_withdrawn(self, sequence: SlowSequence, num_pages: int) -> bool:
+        last = self.last_of_pages(sequence, num_pages)
+        return num_pages > 0 and (sequence.is_stale or (last is not None and last.key is None))
 
     def find(self, key: Key | None, pool: str = "device") -> Block | None:
         there = chain(*self.tables(pool), self.let_go[pool]) if key else ()
@@ -175,16 +193,26 @@ class SlowBlocks:
         """The pages of the longest prefix of which all groups of layers have the blocks that later tokens attend to,
         and those blocks."""
         most = self.most_cached(sequence)
-        if any(layers.window for layers in self.layers) and len(sequence.group.live) > 1:  # others share its windows
+        if self.has_states and len(sequence.group.live) > 1:  # its states are shared before the last prompt token
+            most = min(most, max(0, len(sequence.group.prompt) - 2) // self.config.block_size)
+        elif any(layers.window for layers in self.layers) and len(sequence.group.live) > 1:  # others share its windows
             at_fork = min(len(sequence.group.prompt), *(len(other.token_ids) - 1 for other in sequence.group.live))
             most = min(most, at_fork // self.config.block_size)
+        shared: int | None = None
         for num_pages in range(most, -1, -1):
             tables = [self.cached_table(sequence, number, num_pages) for number in range(len(self.layers))]
-            if None not in tables:
+            lacks = [layers.has_states for layers, table in zip(self.layers, tables, strict=True) if table is None]
+            if all(lacks) and shared is None:
+                shared = num_pages
+            if not lacks:
+                sequence.num_shared = shared
                 return num_pages, tables
         raise AssertionError("no block is lacking of no tokens")
 
     def cached_table(self, sequence: SlowSequence, number: int, num_pages: int) -> Table | None:
+        if self.layers[number].has_states:
+            found = [self.find(self.key_of(sequence, number, page)) for page in range(num_pages)][-1:]
+            return None if None in found else found
         start = self.first_needed(self.layers[number], num_pages * self.config.block_size)
         places = range(start, num_pages * self.in_page(number))
         found = [self.find(self.key_of(sequence, number, index)) for index in places]
@@ -230,11 +258,13 @@ class SlowBlocks:
             end = self.blocks_for(self.layers[0], num_tokens)
         if tables is None or not self.config.prefix_caching or end <= start:
             return []
-        if (last := self.last_offered(sequence)) and last.key is None:
+        if self.is_withdrawn(sequence, start):
             sequence.num_expected = 0  # what is behind a withdrawn block is not found
             return []
         sequence.num_offered, offered = end, []
         for number, table in enumerate(tables):
+            if self.layers[number].has_states:
+                continue
             for index in range(start * self.in_page(number), min(len(table), end * self.in_page(number))):
                 if table[index]:
                     self.name(table[index], self.key_of(sequence, number, index), pool)
@@ -248,7 +278,10 @@ class SlowBlocks:
 
     def reset_prefix_cache(self) -> int:
         """Returns the number of device blocks that were cached."""
+        self.release_kept([*self.kept], is_sound=False)
         held = {pool: [block for table in self.tables(pool) for block in table if block] for pool in self.let_go}
+        for sequence in self.sequences():
+            sequence.is_stale = bool(sequence.device or sequence.host)
         found = {b for b in held["device"] + self.let_go["device"] if b.key and b.is_found}
         for block in held["device"] + held["host"]:
             block.key = None
@@ -259,6 +292,7 @@ class SlowBlocks:
         pairs = zip(self.layers, parent.device, strict=True)
         child.device = [table[: self.blocks_for(layers, num_tokens)] for layers, table in pairs]
         child.computed = child.stored = num_tokens
+        child.is_stale = parent.is_stale
         child.parent = parent
         child.num_offered = min(parent.num_offered, num_tokens // self.config.block_size)
 
@@ -268,7 +302,7 @@ class SlowBlocks:
 
     def written(self, sequence: SlowSequence, layers: LayerGroup, num_tokens: int) -> range:
         """The blocks that these tokens and drafts are written to, behind what the step has planned already."""
-        start = (sequence.computed + self.planned(sequence)) // layers.block_size
+        start = (sequence.computed + self.planned(sequence)) // layers.room
         return range(start, self.entries_for(layers, sequence.computed + num_tokens))
 
     def num_new_blocks(
@@ -303,9 +337,74 @@ class SlowBlocks:
                 elif self.holders(table[index]) > 1:
                     table[index] = self.new_block("device")
                     num_copies += 1
-                else:
+                    if layers.has_states:
+                        self.has_copied_states.append(sequence)
+                elif not layers.has_states:
                     table[index].key = None
         return num_copies
+
+    # ---- states, of which a sequence has one block in each group
+
+    def due(self, sequence: SlowSequence) -> int:
+        """Tokens up to where states are forked, or where they will be kept."""
+        stops = [sequence.computed + sequence.uncomputed]
+        if self.has_states and sequence.uncomputed > 1:
+            if any(other.device is None for other in sequence.group.live):
+                stops.append(sequence.num_prompt_tokens - 1)
+            stops.append(self.most_cached(sequence) * self.config.block_size)
+            stops.append(min(sequence.num_shared, self.most_cached(sequence)) * self.config.block_size)
+        return min([stop for stop in stops if stop > sequence.computed], default=sequence.computed) - sequence.computed
+
+    def keep_states(self, sequence: SlowSequence) -> int:
+        """Keep a sequence's states after a whole page for the cache, and let it go on with copies. Returns the number
+        of copies."""
+        page = self.config.block_size
+        blocks = [table[0] for layers, table in zip(self.layers, sequence.device, strict=True) if layers.has_states]
+        is_found, start = blocks[0].key is not None, sequence.computed
+        known = self.most_cached(sequence) * page
+        if not is_found:
+            is_place = start >= min(known, sequence.num_prompt_tokens) or start == sequence.num_shared * page
+            is_place = is_place and start and start % page == 0 and self.config.prefix_caching
+            if not is_place or any(other is sequence for other, _, _ in self.kept):
+                return 0
+        watermark = int(self.config.watermark * self.config.num_device_blocks)
+        if self.num_free - len(blocks) < watermark:
+            for block in blocks:
+                block.key = None
+            return 0
+        if is_found:
+            self.left += blocks
+        else:
+            self.kept.append((sequence, start // page, blocks))
+        for layers, table in zip(self.layers, sequence.device, strict=True):
+            if layers.has_states:
+                table[0] = None  # held aside now
+                table[0] = self.new_block("device")
+        return len(blocks)
+
+    def let_states_go(self) -> None:
+        """At the end of a step: those that were copied, and those with known tokens, which are found from now on."""
+        left, self.left = self.left, []
+        self.drop_blocks(left[::-1])
+        self.release_kept([one for one in self.kept if one[0].stored >= one[1] * self.config.block_size])
+
+    def release_kept(self, kept: list[tuple[SlowSequence, int, list[Block]]], *, is_sound: bool = True) -> None:
+        for one in kept:
+            sequence, num_pages, blocks = one
+            self.kept.remove(one)
+            is_offered = is_sound and sequence.stored >= num_pages * self.config.block_size
+            numbers = [number for number, layers in enumerate(self.layers) if layers.has_states]
+            if is_offered and not self.is_withdrawn(sequence, num_pages):
+                for number, block in zip(numbers, blocks, strict=True):
+                    self.name(block, self.key_of(sequence, number, num_pages - 1), "device")
+            self.drop_blocks(blocks[::-1])
+            if is_offered and num_pages * self.config.block_size > sequence.num_prompt_tokens:
+                for number in numbers if sequence.kept_page else ():
+                    block = self.find(self.key_of(sequence, number, sequence.kept_page - 1))
+                    if block in self.let_go["device"]:
+                        self.let_go["device"].remove(block)
+                        block.key = None
+                sequence.kept_page = num_pages
 
     def filled_blocks(self, sequence: SlowSequence, tables: list[Table]) -> list[Block]:
         """The blocks with tokens in them."""
@@ -345,7 +444,7 @@ class SlowBlocks:
     def num_tokens_to_recompute(self, group: SlowGroup) -> int:
         leader, *followers = group.live
         kept = 0
-        for page in range(self.most_cached(leader)):
+        for page in range(0 if self.has_states else self.most_cached(leader)):
             if self.find(self.key_of_page(leader, page)) not in self.held("device", but_by=[group]):
                 break
             kept += self.config.block_size

@@ -37,6 +37,9 @@ class SlowSequence:
         self.computed = self.stored = 0  # by the steps planned, and by those answered
         self.num_offered = 0  # pages that were offered to the prefix cache
         self.num_expected = 0  # pages that it is known to be going to compute
+        self.num_shared = 0  # its first pages that were cached when it was admitted, perhaps without states
+        self.is_stale = False  # whether it began before the cache was reset
+        self.kept_page: int | None = None  # the last page of its output after which states were kept
         self.device: list[Table] | None = None  # a table for each group of layers; an encoder has one
         self.host: list[Table] | None = None
         self.is_known = False

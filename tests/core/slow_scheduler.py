@@ -74,15 +74,15 @@ class SlowScheduler(SlowBlocks):
     def most_at_first(self, sequence: SlowSequence, before: list[SlowSequence]) -> int:
         """Tokens in the first round. A long prompt gets half of the previous long one's."""
         cap = longest = self.config.max_prefill_chunk or self.config.max_num_batched_tokens
-        if sequence.uncomputed <= longest:
-            return sequence.uncomputed
+        if (due := self.due(sequence)) <= longest:
+            return due
         for other in [planned for planned, _, _ in self.plan] + before:
-            if other.uncomputed > longest and not other.is_encoder:
+            if self.due(other) > longest and not other.is_encoder:
                 cap = max(1, cap // 2)
         return cap
 
     def schedule(self, now: float) -> SlowStep:
-        self.plan = []
+        self.plan, self.has_copied_states = [], []
         self.filled: list[Block] = []  # by this step, and found
         self.preempted: list[tuple[str, int, int]] = []
         self.ignored: list[str] = []
@@ -128,6 +128,11 @@ class SlowScheduler(SlowBlocks):
             self.admit()
             self.hand_out_rest()
         self.hand_out_rooms()
+        num_kept = 0
+        if self.has_states:
+            for sequence, _, _ in self.plan:
+                num_kept += self.keep_states(sequence) if sequence not in self.has_copied_states else 0
+        self.num_kept = num_kept
         self.adapters.tried |= to_try
         return self.write(began)
 
@@ -164,8 +169,7 @@ class SlowScheduler(SlowBlocks):
         """The step's tokens are cached from now on, and the rest of the known tokens is expected."""
         if num_tokens > 1 or sequence.is_encoder:
             self.filled += self.offer(sequence, min(sequence.computed + num_tokens, len(sequence.token_ids)))
-        last = self.last_offered(sequence)
-        is_found = last is None or last.key is not None
+        is_found = not self.is_withdrawn(sequence, sequence.num_offered) and not self.has_states
         if not sequence.is_encoder and is_found and sequence.uncomputed > 1:
             sequence.num_expected = max(sequence.num_expected, len(sequence.token_ids) // self.config.block_size)
 
@@ -203,6 +207,8 @@ class SlowScheduler(SlowBlocks):
         for sequence, _, _ in self.plan:
             if sequence.group is group:  # what is not computed is not found
                 for number, table in enumerate(sequence.device):
+                    if self.layers[number].has_states:
+                        continue
                     first = sequence.computed // self.layers[number].block_size
                     for block in table[first : sequence.num_offered * self.in_page(number)]:
                         block.key = None
@@ -272,7 +278,8 @@ class SlowScheduler(SlowBlocks):
         held = self.held("device", but_by=victims)
         encoded = self.cached_encoder(group)
         num_pages, cached = self.cached(leader := group.live[0])
-        needed = self.blocks_of(group) - sum(block in held for table in [*cached, encoded] for block in table)
+        shared = [table for layers, table in zip(self.layers, cached, strict=True) if not layers.has_states]
+        needed = self.blocks_of(group) - sum(block in held for table in [*shared, encoded] for block in table)
         for layers, table in zip(self.layers, cached, strict=True):
             first_entries = self.first_entries(layers, leader, num_pages * self.config.block_size)
             needed += first_entries - self.first_entries(layers, leader) - table.count(None)
@@ -388,7 +395,10 @@ class SlowScheduler(SlowBlocks):
                 group.num_cached = leader.computed + (encoder.computed if encoder else 0)
                 self.queue.charge(group, len(group.prompt) + len(group.encoder_tokens))
             chunks = self.chunks_of(group)
-            self.plan += [(sequence, num_tokens, 0) for sequence, num_tokens in chunks]
+            for sequence, num_tokens in chunks:
+                self.plan.append(
+                    (sequence, num_tokens, self.append_slots(sequence, num_tokens) if self.has_states else 0)
+                )
             for sequence, num_tokens in chunks:
                 self.tell_of(sequence, num_tokens)
 
@@ -418,7 +428,7 @@ class SlowScheduler(SlowBlocks):
     def hand_out_rest(self) -> None:
         """From first to last, plan each anew with what the others leave, if blocks are free."""
         for index, (sequence, num_tokens, num_copies) in enumerate(self.plan):
-            most = min(sequence.uncomputed, num_tokens + self.tokens_left)
+            most = min(self.due(sequence), num_tokens + self.tokens_left)
             if most > num_tokens and self.num_new_blocks([(sequence, most)]) <= self.num_free:
                 self.plan[index] = (sequence, most, num_copies + self.append_slots(sequence, most))
                 self.tell_of(sequence, most)
@@ -458,10 +468,11 @@ class SlowScheduler(SlowBlocks):
                     told.is_known = told.is_table_known = True
             if sequence.is_encoder:
                 continue
-            if sequence.computed >= sequence.num_prompt_tokens:
+            num_shared = sequence.num_prompt_tokens - self.has_states
+            if sequence.computed >= num_shared:
                 for follower in sequence.group.live:
                     if follower.device is None:
-                        self.fork(sequence, follower, min(len(sequence.group.prompt), len(follower.token_ids) - 1))
+                        self.fork(sequence, follower, min(num_shared, len(follower.token_ids) - 1))
                         follower.num_parents_tokens = len(sequence.group.prompt)
         decisions = {
             "scheduled": [(s.label, s.computed, num_tokens, samples) for s, num_tokens, samples, _ in chunks],
@@ -469,13 +480,14 @@ class SlowScheduler(SlowBlocks):
             "preempted": self.preempted,
             "ignored": self.ignored,
             "finished": [sequence.label for sequence in self.ended],
-            "copies": sum(num_copies for _, _, num_copies in self.plan),
+            "copies": sum(num_copies for _, _, num_copies in self.plan) + self.num_kept,
             "swapped out": self.num_swapped_out,
             "swapped in": self.num_swapped_in,
             "lacking": self.lacking,
         }
         for sequence in self.ended:
             sequence.is_known = False
+        self.let_states_go()
         is_empty = not (chunks or self.ended or self.preempted or self.num_swapped_out or self.num_swapped_in)
         self.ended = []
         return SlowStep(chunks, decisions, is_empty, began, rooms)

@@ -48,3 +48,16 @@ def test_a_pool_without_a_block_for_each_group_of_layers_is_refused() -> None:
     with pytest.raises(ValueError, match="num_device_blocks is 1; no token fits into 2 groups of layers"):
         make_scheduler(num_device_blocks=1, layer_groups=groups)
     assert make_scheduler(num_device_blocks=2, layer_groups=groups).config.max_sequence_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"layer_groups": (LayerGroup(0), LayerGroup(4))}, "layer_groups has another order than full, window, states"),
+        ({"layer_groups": (LayerGroup(4), LayerGroup(0, window=3))}, "layer_groups has states with a window of 3"),
+        ({"layer_groups": (LayerGroup(0),), "num_lookahead_slots": 1}, "num_lookahead_slots is 1; with states it must"),
+    ],
+)
+def test_groups_with_states_that_contradict_themselves_are_refused(wrong: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        make_scheduler(**wrong)

@@ -117,22 +117,27 @@ def with_few_adapters(config: SchedulerConfig, seed: int) -> SchedulerConfig:
 
 
 def with_layer_groups(config: SchedulerConfig, seed: int) -> SchedulerConfig:
-    """A worker whose layers are in one to four groups, which read no encoder's input if there are several."""
+    """A worker whose layers are in one to four groups, which read no encoder's input if there are several. In a third
+    of all workers, one or two groups have states, and perhaps no others."""
     rng = Random(f"{seed} layers")
     if rng.random() < 0.3:
         return config
     sizes = rng.choice([[1], [1, 1], [1, 2], [2, 1], [3, 2], [1, 3, 6], [2, 2, 1, 4]])
     windows = [rng.choice([0, 0, 1, 4, 9]) for _ in sizes]
+    groups = sorted(map(LayerGroup, sizes, windows), key=lambda group: group.window > 0)
+    if states := rng.choice([0, 0, 0, 0, 1, 2]) * [LayerGroup(0)]:
+        groups = [*groups[: rng.randrange(3)], *states]
+    block_size = lcm(*(group.block_size for group in groups if group.block_size))
     return replace(
         config,
-        block_size=lcm(*sizes),
-        layer_groups=tuple(sorted(map(LayerGroup, sizes, windows), key=lambda group: group.window > 0)),
+        block_size=block_size,
+        layer_groups=tuple(groups),
         sliding_window=0,
         max_num_encoder_tokens=0,
-        num_device_blocks=config.num_device_blocks * len(sizes),
-        num_host_blocks=config.num_host_blocks * len(sizes),
-        max_num_batched_tokens=max(config.max_num_batched_tokens, lcm(*sizes)),
-        num_lookahead_slots=min(config.num_lookahead_slots, config.num_device_blocks - 1),
+        num_device_blocks=config.num_device_blocks * len(groups),
+        num_host_blocks=config.num_host_blocks * len(groups),
+        max_num_batched_tokens=max(config.max_num_batched_tokens, block_size),
+        num_lookahead_slots=0 if states else min(config.num_lookahead_slots, config.num_device_blocks - 1),
     )
 
 

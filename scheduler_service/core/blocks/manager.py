@@ -18,7 +18,9 @@ from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 from scheduler_service.core.blocks.allocator import BlockAllocator, Content, PrefixDirectory
+from scheduler_service.core.blocks.preemption_costs import PreemptionCosts
 from scheduler_service.core.blocks.prefix_cache import PrefixCache
+from scheduler_service.core.blocks.states import StateBlocks
 from scheduler_service.core.blocks.tables import NO_BLOCK, Pool, TableSizes, move, own_contents
 from scheduler_service.core.config import LayerGroup
 from scheduler_service.core.groups.sequence import EncoderSequence, Sequence, SequenceGroup
@@ -52,7 +54,10 @@ class BlockManager:
         chunk. The first group has no window, if any has none."""
         groups = layer_groups or (LayerGroup(block_size),)
         chunk = max_chunk + num_lookahead_slots
-        self.sizes = [TableSizes(g, g.block_size, num_device_blocks, num_lookahead_slots, chunk) for g in groups]
+        has_states = any(group.has_states for group in groups)
+        self.sizes = [
+            TableSizes(group, group.room, num_device_blocks, num_lookahead_slots, chunk, has_states) for group in groups
+        ]
         self.block_size = block_size
         self.max_sequence_tokens = max_sequence_tokens or num_device_blocks * block_size - num_lookahead_slots
         self.device = BlockAllocator(num_device_blocks, directory, bit)
@@ -68,6 +73,10 @@ class BlockManager:
         # Every step reads these together: number, sizes, device tables and known entries of each group of layers.
         self._layers = [*zip(itertools.count(), self.sizes, self.all_tables, self._num_known, strict=False)]
         self._windows = [(sizes.layers, tables) for _, sizes, tables, _ in self._layers if sizes.layers.window]
+        own = [(tables, known) for _, sizes, tables, known in self._layers if sizes.layers.has_states]
+        self.states = StateBlocks(self.device, self.cache, own, self.num_watermark_blocks)
+        self._on_device.held = lambda: self.states.held
+        self.costs = PreemptionCosts(self._on_device, self.host, self.cache, self.sizes)
 
     # ---- sizes
 
@@ -131,8 +140,9 @@ class BlockManager:
         num_free = self.device.num_free + sum(self.device.ref_count(b) == n for b, n in leaving.items())
         leader = group.live[0]
         cached = self.cache.cached(leader)
-        # A cached block with a holder needs no free block.
-        needed = self.num_blocks_of(group) - self.device.num_held(cached.blocks, leaving)
+        # A cached block with a holder needs no free block, unless it has states, which the sequence copies.
+        num_copied = 0 if not self.states else self.device.num_held(self.states.of(cached), leaving)
+        needed = self.num_blocks_of(group) - self.device.num_held(cached.blocks, leaving) + num_copied
         if cached.num_tokens and self._windows:
             for sizes in self.sizes:
                 needed += sizes.first_blocks(leader, cached.num_tokens) - sizes.first_blocks(leader)
@@ -153,15 +163,19 @@ class BlockManager:
         if encoder is not None:
             self._allocate_encoder(encoder, cross_table)
         leader.num_computed_tokens = leader.num_stored_tokens = cached.num_tokens
+        leader.num_shared_tokens = cached.num_shared_tokens
         leader.num_published_blocks = cached.num_tokens // self.block_size
         for sizes, tables, table in zip(self.sizes, self.all_tables, cached.tables, strict=True):
             num_entries = sizes.first_blocks(leader, cached.num_tokens)
             table.extend(self.device.allocate() for _ in range(num_entries - len(table)))
             tables[leader.id] = table
-        self._count_slots(leader)
+        self._count_slots(leader, leader.num_tokens)
 
-    def _count_slots(self, sequence: Sequence) -> None:
+    def _count_slots(self, sequence: Sequence, num_tokens: int) -> None:
+        """Count the slots of tables that cover `num_tokens` tokens."""
         sequence.num_slots = min([sizes.slots(len(tables[sequence.id])) for _, sizes, tables, _ in self._layers])
+        if self.states:
+            sequence.num_slots = min(sequence.num_slots, self.states.next_border(num_tokens))
 
     def _allocate_encoder(self, encoder: EncoderSequence, cached: list[int]) -> None:
         if cached:
@@ -185,7 +199,8 @@ class BlockManager:
             child.block_keys = parent.block_keys[: num_tokens // self.block_size]
         child.forked_from = parent
         child.num_computed_tokens = child.num_stored_tokens = num_tokens
-        self._count_slots(child)
+        self._count_slots(child, num_tokens)
+        self.cache.forked(parent, child)
         child.num_published_blocks = min(parent.num_published_blocks, num_tokens // self.block_size)
 
     def release_behind_window(self, sequence: Sequence) -> None:
@@ -225,7 +240,7 @@ class BlockManager:
                     device.free(block)
                     copies.append((block, table[index]))
                     known[sequence.id] = min(known.get(sequence.id, 0), index)
-                else:
+                elif not sizes.layers.has_states:
                     # The block may have been published with the parent's tokens.
                     device.withdraw(block)
         self._extend_tables(sequence, start + num_tokens)
@@ -240,7 +255,7 @@ class BlockManager:
 
     def _extend_tables(self, sequence: Sequence, num_tokens: int) -> None:
         """Let the tables cover a sequence's first tokens, and count the slots."""
-        num_slots = sys.maxsize
+        num_slots = self.states.next_border(num_tokens) if self.states else sys.maxsize
         for _, sizes, tables, _ in self._layers:
             table = tables[sequence.id]
             for _ in range(sizes.blocks_ahead(num_tokens) - len(table)):
@@ -281,7 +296,7 @@ class BlockManager:
         """Move a group's tables to host blocks. Returns pairs of device and host block to copy."""
         for sequence in group.live:
             self.cache.unexpect(sequence, sequence.num_expected_blocks)
-        return move(group, self._on_device, self._on_host, self._num_filled)
+        return move(group, self._on_device, self._on_host, self.sizes)
 
     def can_swap_in(self, group: SequenceGroup, step_tokens: int, *, leave_watermark: bool) -> AllocStatus:
         """Whether a swapped group fits the device, with room for the tokens of its next step, at most `step_tokens`.
@@ -304,39 +319,22 @@ class BlockManager:
         for sequence in group.with_tables:
             for known in self._num_known:
                 known.pop(sequence.id, None)
-        return move(group, self._on_host, self._on_device, self._num_filled)
-
-    def num_swap_copies(self, group: SequenceGroup) -> int:
-        """Number of block copies to swap a group out and in. Blocks that other groups hold on the device stay there."""
-        pairs = zip(self._on_device.tables_of(group), self._on_device.contents(group), strict=True)
-        filled = {c for (number, s, _), contents in pairs for c in contents[: self._num_filled(number, s)]}
-        filled.discard(NO_BLOCK)
-        held = self._on_device.held_by(group)
-        num_out = sum(self.host.find(content) is None for content in filled)
-        return num_out + sum(not self._is_held_by_others(content, held) for content in filled)
-
-    def num_tokens_to_recompute(self, group: SequenceGroup) -> int:
-        """Computed tokens that a group would compute again: all except those in blocks of other groups."""
-        leader, *followers = group.live
-        held = self._on_device.held_by(group)
-        kept = itertools.takewhile(lambda key: self._is_held_by_others(key, held), self.cache.keys.cacheable(leader))
-        num_tokens = max(0, leader.num_computed_tokens - sum(self.block_size for _ in kept))
-        if (encoder := group.encoder) is not None:
-            # Without a prefix cache, the encoder's input has no keys.
-            is_kept = bool(keys := encoder.block_keys) and all(self._is_held_by_others(key, held) for key in keys)
-            num_tokens += 0 if is_kept else encoder.num_computed_tokens
-        return num_tokens + sum(max(0, f.num_computed_tokens - f.num_prompt_tokens) for f in followers)
-
-    def _is_held_by_others(self, content: Content, held: Counter[int]) -> bool:
-        block = self.device.find(content)
-        return block is not None and self.device.ref_count(block) > held[block]
-
-    def _num_filled(self, layer_group: int, sequence: Sequence) -> int:
-        return self.sizes[layer_group].blocks_of(sequence.num_computed_tokens)
+        return move(group, self._on_host, self._on_device, self.sizes)
 
     # ---- freeing
 
+    def withdraw(self, sequence: Sequence) -> None:
+        """Remove a sequence's blocks from the prefix cache, because their contents cannot be trusted."""
+        self.states.leave(sequence, is_sound=False)
+        self.cache.withdraw(sequence)
+
+    def reset_prefix_cache(self) -> int:
+        self.states.forget_kept()
+        return self.cache.reset()
+
     def free(self, sequence: Sequence) -> None:
+        self.states.leave(sequence)
+        self.cache.leave(sequence)
         self.cache.unexpect(sequence, sequence.num_expected_blocks)
         for pool in (self._on_device, self._on_host):
             pool.free(sequence.id)

@@ -4,102 +4,21 @@ A full block can be found as soon as the chunk that fills it is planned. A worke
 before any row attends to them, and does steps in order. A step copies blocks before it fills blocks. A sequence that
 shares a block may therefore not be copied or swapped out in the step that fills the block.
 
-A key is a SHA-256 chain over the block's tokens and all tokens before them. The chain's root separates caches: it holds
-the server's secret, the tenant's salt and the adapter. With a collision or a guessable key, a client could read another
-client's text. Hashing a block takes about 1 µs.
-
 Several groups of layers share the keys: a key stands for as many tokens as the scheduler's block size, which is a
-multiple of each group's block. A prefix is found if all groups have the blocks that later tokens attend to: groups with
-a window have the last ones, and other groups have all.
+multiple of each group's block. A prefix is found if all groups have the blocks that later tokens need: groups with a
+window have the last ones, groups with states have the states after the prefix, and other groups have all.
 """
 
-import hashlib
 import itertools
-from array import array
 from bisect import bisect_left
-from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 from scheduler_service.core.blocks.allocator import BlockAllocator
+from scheduler_service.core.blocks.keys import SequenceKeys, first_key
 from scheduler_service.core.blocks.tables import NO_BLOCK, Pool, TableSizes
-from scheduler_service.core.groups.encoder_input import EncoderInput
+from scheduler_service.core.config import LayerGroup
 from scheduler_service.core.groups.sequence import EncoderSequence, Sequence, SequenceGroup
-
-
-def root_key(*parts: bytes) -> bytes:
-    """The root of a chain. Only equal parts give equal roots."""
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.digest()
-
-
-def root_behind(root: bytes, encoder_input: EncoderInput | None) -> bytes:
-    return root if encoder_input is None else root_key(root, encoder_input.digest)
-
-
-def encoder_keys(first: bytes, num_blocks: int) -> list[bytes]:
-    """Keys of an encoder's blocks; each stands for the whole input, so the last block need not be full."""
-    return [root_key(first, index.to_bytes(8, "little"), b"encoder") for index in range(num_blocks)]
-
-
-def first_key(group: SequenceGroup) -> bytes:
-    return key_of_adapter(root_behind(group.cache_root, group.encoder_input), group.adapter_id)
-
-
-def key_of_adapter(root: bytes, adapter: str) -> bytes:
-    return root_key(root, adapter.encode()) if adapter else root
-
-
-def block_keys(first: bytes, token_ids: "array[int]", block_size: int) -> Iterator[bytes]:
-    """The keys of the full blocks of these tokens."""
-    key = first
-    for end in range(block_size, len(token_ids) + 1, block_size):
-        key = next_key(key, token_ids[end - block_size : end])
-        yield key
-
-
-def next_key(previous: bytes, token_ids: "array[int]") -> bytes:
-    return hashlib.sha256(previous + token_ids.tobytes()).digest()
-
-
-class SequenceKeys:
-    """Computes the block keys of one worker's sequences; without prefix caching there are none."""
-
-    def __init__(self, block_size: int, *, prefix_caching: bool) -> None:
-        self._block_size = block_size
-        self._prefix_caching = prefix_caching
-
-    def leading(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
-        """The keys of the first `num_blocks` blocks, which must be full, and possibly of later blocks."""
-        keys = sequence.block_keys
-        if sequence.is_encoder and not keys:
-            keys += encoder_keys(first_key(sequence.group), num_blocks)
-        size = self._block_size
-        for index in range(len(keys), num_blocks):
-            tokens = sequence.tokens_between(index * size, (index + 1) * size)
-            keys.append(next_key(keys[-1] if keys else first_key(sequence.group), tokens))
-        return keys
-
-    def cacheable(self, sequence: Sequence) -> list[bytes]:
-        """The keys of all full blocks before the last token, which is computed for its logits. The list is empty if the
-        hidden states of all tokens are needed."""
-        num_blocks = self.num_cacheable(sequence)
-        return self.leading(sequence, num_blocks)[:num_blocks]
-
-    def num_cacheable(self, sequence: Sequence) -> int:
-        if not self._prefix_caching or sequence.sampling.needs_all_states:
-            return 0
-        return (sequence.num_tokens - 1) // self._block_size
-
-    def cacheable_of_encoder(self, encoder: EncoderSequence) -> list[bytes]:
-        return self.leading(encoder, -(-encoder.num_prompt_tokens // self._block_size)) if self._prefix_caching else []
-
-    def findable(self, leader: Sequence) -> list[bytes]:
-        encoder = leader.group.encoder
-        own = self.cacheable(leader)
-        return own if encoder is None else [*self.cacheable_of_encoder(encoder), *own]
 
 
 class Run(NamedTuple):
@@ -149,10 +68,16 @@ _NOTHING_EXPECTED = PrefixLook(0, None, 0)
 
 class CachedPrefix(NamedTuple):
     num_tokens: int
+    num_shared_tokens: int
+    """Tokens that would be cached if states were kept after each of them."""
     tables: list[list[int]]
     """A table for each group of layers; no later token attends to blocks `NO_BLOCK`."""
     blocks: SequenceOf[int]
     """The blocks in all tables."""
+
+
+_TaggedGroup = tuple[LayerGroup, list[bytes]]
+"""A group of layers, and the tags of a key's blocks."""
 
 
 class PrefixCache:
@@ -161,16 +86,22 @@ class PrefixCache:
     ) -> None:
         self.keys = SequenceKeys(block_size, prefix_caching=prefix_caching)
         self._device, self._host = device, host
-        self._block_size = block_size
+        self.block_size = block_size
         self._layers = [one.layers for one in sizes]
         self._has_windows = any(layers.window for layers in self._layers)
+        self._has_states = any(layers.has_states for layers in self._layers)
         self._is_plain = self._layers == [(block_size, 0)]
         # A key and a tag find a block of one group of layers. Without a tag, a key finds the first group's last block.
         self._tags = [
-            [bytes([number, place]) for place in range(block_size // group.block_size)]
+            [bytes([number, place]) for place in range(block_size // (group.block_size or block_size))]
             for number, group in enumerate(self._layers)
         ]
+        self._stale: set[int] = set()  # ids of sequences that began before the last reset
         self._tags[0][-1] = b""
+        tagged = [*zip(self._layers, self._tags, strict=True)]
+        self._whole = [one for one in tagged if not (one[0].window or one[0].has_states)]
+        self._recent = [one for one in tagged if one[0].window]
+        self._states = [one for one in tagged if one[0].has_states]
         self._is_on = prefix_caching
 
     # ---- changes of the cache
@@ -181,9 +112,9 @@ class PrefixCache:
 
         The last block of an encoder's input counts as full. After a withdrawn block, no later block is published.
         """
-        num_full, start = num_tokens // self._block_size, sequence.num_published_blocks
+        num_full, start = num_tokens // self.block_size, sequence.num_published_blocks
         if sequence.is_encoder:
-            num_full = -(-num_tokens // self._block_size)
+            num_full = -(-num_tokens // self.block_size)
         if not self._is_on or num_full <= start:
             return []
         pool = self._device if sequence.id in self._device.tables else self._host
@@ -195,8 +126,8 @@ class PrefixCache:
             return []
         published: list[int] = []
         root = b"" if start else first_key(sequence.group)
-        for tables, tags in zip(pool.all_tables, self._tags, strict=True):
-            if (table := tables.get(sequence.id)) is None:
+        for layers, tables, tags in zip(self._layers, pool.all_tables, self._tags, strict=True):
+            if layers.has_states or (table := tables.get(sequence.id)) is None:
                 continue  # an encoder's input is only in the first group
             number = len(tags)
             for place, block in enumerate(table[start * number : num_full * number], start * number):
@@ -209,15 +140,22 @@ class PrefixCache:
         return published
 
     def _is_withdrawn(self, sequence: Sequence, index: int, pool: Pool) -> bool:
-        """Whether the block of a sequence's key `index` has lost its key. A block behind a window counts as kept."""
+        """Whether the block of a sequence's key `index` has lost its key, or the sequence began before a reset. Without
+        a reset, a block behind a window counts as kept."""
+        if sequence.id in self._stale:
+            return True
+        if self._layers[0].has_states:
+            return False
         block = pool.tables[sequence.id][(index + 1) * len(self._tags[0]) - 1]
         return block != NO_BLOCK and pool.blocks.key(block) is None
 
     def take_back(self, sequence: Sequence) -> None:
         """Remove the blocks of a planned chunk that will not be computed. No other sequence may hold them."""
         self.unexpect(sequence, sequence.num_expected_blocks)
-        first, end = sequence.num_computed_tokens // self._block_size, sequence.num_published_blocks
+        first, end = sequence.num_computed_tokens // self.block_size, sequence.num_published_blocks
         for layers, tables, tags in zip(self._layers, self._device.all_tables, self._tags, strict=True):
+            if layers.has_states:
+                continue
             begin = sequence.num_computed_tokens // layers.block_size
             for block in tables.get(sequence.id, ())[begin : end * len(tags)]:
                 assert self._device.blocks.ref_count(block) == 1, "a sequence relies on a chunk that is taken back"
@@ -226,9 +164,9 @@ class PrefixCache:
 
     def expect(self, sequence: Sequence) -> None:
         """Mark the blocks of a running sequence's remaining known tokens as expected."""
-        num_full, num_published = sequence.num_tokens // self._block_size, sequence.num_published_blocks
+        num_full, num_published = sequence.num_tokens // self.block_size, sequence.num_published_blocks
         start = max(num_published, sequence.num_expected_blocks)
-        if self._is_on and not sequence.is_encoder and num_full > start:
+        if self._is_on and not (sequence.is_encoder or self._has_states) and num_full > start:
             if num_published and self._is_withdrawn(sequence, num_published - 1, self._device):
                 return  # after a withdrawn block, no block is published
             for key in self.keys.leading(sequence, num_full)[start:num_full]:
@@ -262,11 +200,39 @@ class PrefixCache:
                     if (found := blocks.find(key + tag)) is not None:
                         blocks.withdraw(found)
 
+    def publish_states(self, sequence: Sequence, num_tokens: int, blocks: SequenceOf[int]) -> None:
+        """Publish a block of each group with states. They have the states after a sequence's first tokens, whose steps
+        must be answered."""
+        index = num_tokens // self.block_size - 1
+        keys = self.keys.leading(sequence, index + 1)
+        pool = self._device if sequence.id in self._device.tables else self._host
+        if sequence.id in pool.tables and self._is_withdrawn(sequence, index, pool):
+            return
+        parent = keys[index - 1] if index else first_key(sequence.group)
+        for block, (_, (tag,)) in zip(blocks, self._states, strict=True):
+            self._device.blocks.publish(block, keys[index] + tag, parent)
+
+    def withdraw_states(self, sequence: Sequence, num_tokens: int) -> None:
+        """Remove the blocks with the states after a sequence's first tokens, unless they have a holder."""
+        for _, (tag,) in self._states if num_tokens else ():
+            block = self._device.blocks.find(sequence.block_keys[num_tokens // self.block_size - 1] + tag)
+            if block is not None and not self._device.blocks.ref_count(block):
+                self._device.blocks.withdraw(block)
+
+    def forked(self, parent: Sequence, child: Sequence) -> None:
+        if parent.id in self._stale:
+            self._stale.add(child.id)
+
+    def leave(self, sequence: Sequence) -> None:
+        self._stale.discard(sequence.id)
+
     def reset(self) -> int:
         """Remove every block; block tables keep their blocks.
 
         Returns how many device blocks lookups could find before the reset.
         """
+        for pool in (self._device, self._host):
+            self._stale.update(pool.tables)
         num_findable = self._device.blocks.num_findable
         for blocks in (self._device.blocks, self._host.blocks):
             blocks.withdraw_all()
@@ -287,7 +253,7 @@ class PrefixCache:
         num_tokens = self.num_cached_tokens(sequence)
         if (look := self.look_up(sequence, 0, FoundRuns(self._device.blocks))).awaited is not None:
             num_tokens += (
-                self._device.blocks.num_expected(self.keys.cacheable(sequence)[look.first :]) * self._block_size
+                self._device.blocks.num_expected(self.keys.cacheable(sequence)[look.first :]) * self.block_size
             )
         return num_tokens
 
@@ -315,32 +281,46 @@ class PrefixCache:
         keys, blocks = self.keys.cacheable(sequence), self._device.blocks
         if self._is_plain:
             run = blocks.find_run(keys)
-            return CachedPrefix(len(run) * self._block_size, [run], run)
+            return CachedPrefix(num_tokens := len(run) * self.block_size, num_tokens, [run], run)
         end = len(keys)
-        if self._has_windows and len(live := sequence.group.live) > 1:
+        if self._has_states and len(sequence.group.live) > 1:
+            # A chunk of the leader ends before the last prompt token, and then its states are forked.
+            end = min(end, max(0, sequence.num_prompt_tokens - 2) // self.block_size)
+        elif self._has_windows and len(live := sequence.group.live) > 1:
             # Followers need the window before the first token that they compute themselves.
             first = min(sequence.num_prompt_tokens, *(one.num_tokens - 1 for one in live))
-            end = min(end, first // self._block_size)
-        for with_window in (False, True):  # without a window, a shorter prefix needs no other blocks
-            while (missing := self._missing(keys, end, with_window)) is not None:
-                end = missing
+            end = min(end, first // self.block_size)
+        # Without windows, a shorter prefix needs no other blocks.
+        end = shared = self._longest(keys, self._longest(keys, end, self._whole), self._recent)
+        if self._has_states:
+            end = self._longest(keys, shared, [*self._recent, *self._states])
         tables: list[list[int]] = []
         for layers, tags in zip(self._layers, self._tags, strict=True):
-            first = layers.first_needed(end * self._block_size)
+            if layers.has_states:
+                found = (blocks.find(key + tags[0]) for key in keys[max(0, end - 1) : end])
+                tables.append([block for block in found if block is not None])
+                continue
+            first = layers.first_needed(end * self.block_size)
             found = (blocks.find(keys[i // len(tags)] + tags[i % len(tags)]) for i in range(first, end * len(tags)))
             tables.append([NO_BLOCK] * first + [block for block in found if block is not None])
         found_blocks = [block for table in tables for block in table if block != NO_BLOCK]
-        return CachedPrefix(end * self._block_size, tables, found_blocks)
+        return CachedPrefix(end * self.block_size, shared * self.block_size, tables, found_blocks)
 
-    def _missing(self, keys: SequenceOf[bytes], end: int, with_window: bool) -> int | None:
-        """The first key before `end` of which a group of layers, with or without a window, lacks a block that tokens
-        after `end` attend to; None if none is lacking. A longer prefix than that key's would lack the block, too."""
+    def _longest(self, keys: SequenceOf[bytes], end: int, groups: SequenceOf[_TaggedGroup]) -> int:
+        """The largest number of keys, at most `end`, after which tokens find all blocks that they need in `groups`."""
+        while (missing := self._missing(keys, end, groups)) is not None:
+            end = missing
+        return end
+
+    def _missing(self, keys: SequenceOf[bytes], end: int, groups: SequenceOf[_TaggedGroup]) -> int | None:
+        """The first key before `end` of which a group of layers lacks a block that tokens after `end` need; None if
+        none is lacking. A longer prefix than that key's would lack the block, too."""
         find = self._device.blocks.find
-        for layers, tags in zip(self._layers, self._tags, strict=True):
-            if bool(layers.window) == with_window:
-                for place in range(layers.first_needed(end * self._block_size), end * len(tags)):
-                    if find(keys[place // len(tags)] + tags[place % len(tags)]) is None:
-                        return place // len(tags)
+        for layers, tags in groups:
+            first = max(0, end - 1) if layers.has_states else layers.first_needed(end * self.block_size)
+            for place in range(first, end * len(tags)):
+                if find(keys[place // len(tags)] + tags[place % len(tags)]) is None:
+                    return place // len(tags)
         return None
 
     def cached_encoder_blocks(self, encoder: EncoderSequence) -> list[int]:

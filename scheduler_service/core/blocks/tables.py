@@ -25,6 +25,8 @@ class TableSizes:
     num_lookahead_slots: int
     max_chunk: int
     """Maximum number of tokens of a chunk, plus lookahead slots."""
+    forks_early: bool = False
+    """Whether all followers compute the last prompt token themselves, because states are forked before it."""
 
     def blocks_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size) if self.num_blocks else 0
@@ -32,6 +34,10 @@ class TableSizes:
     def blocks_ahead(self, num_tokens: int) -> int:
         """Entries of a table for `num_tokens` tokens and the lookahead slots."""
         return -(-(num_tokens + self.num_lookahead_slots) // self.block_size) if self.num_blocks else 0
+
+    def filled(self, sequence: Sequence) -> int:
+        """Entries of a table with computed tokens."""
+        return self.blocks_of(sequence.num_computed_tokens)
 
     def slots(self, num_blocks: int) -> int:
         return num_blocks * self.block_size - self.num_lookahead_slots
@@ -66,7 +72,7 @@ class TableSizes:
     def _own_blocks(self, group: SequenceGroup, num_forked_with: int, num_tokens: int) -> int:
         """Blocks that a follower of `num_tokens` tokens does not share. Without output, it computes the last prompt
         token itself."""
-        shared = min(len(group.prompt_token_ids), num_forked_with - 1) // self.block_size
+        shared = min(len(group.prompt_token_ids) - self.forks_early, num_forked_with - 1) // self.block_size
         return self._within_window(self.blocks_ahead(num_tokens) - shared)
 
     def _within_window(self, num_blocks: int, num_sequences: int = 1) -> int:
@@ -83,12 +89,14 @@ Tables = dict[int, list[int]]
 class Pool:
     """The blocks of one memory, and the tables that contain them: for each group of layers, by sequence id."""
 
-    __slots__ = ("all_tables", "blocks", "tables")
+    __slots__ = ("all_tables", "blocks", "held", "tables")
 
     def __init__(self, blocks: BlockAllocator, num_layer_groups: int = 1) -> None:
         self.blocks = blocks
         self.all_tables: list[Tables] = [{} for _ in range(num_layer_groups)]
         self.tables = self.all_tables[0]
+        self.held: Callable[[], Iterable[int]] = tuple
+        """Blocks that are held without being in a table."""
 
     def tables_of(self, group: SequenceGroup) -> list[tuple[int, Sequence, list[int]]]:
         """A group's tables, each with its group of layers and its sequence."""
@@ -129,6 +137,7 @@ class Pool:
     def check(self) -> None:
         self.blocks.check()
         held = Counter(block for tables in self.all_tables for table in tables.values() for block in table)
+        held.update(self.held())
         for block in range(self.blocks.num_blocks):
             assert self.blocks.ref_count(block) == held[block], (
                 f"block {block} is counted {self.blocks.ref_count(block)} times and stands in {held[block]} tables"
@@ -141,13 +150,11 @@ def own_contents(tables: Iterable[SequenceOf[Content]]) -> Counter[Content]:
     return own
 
 
-def move(
-    group: SequenceGroup, source: Pool, target: Pool, num_filled: Callable[[int, Sequence], int]
-) -> list[tuple[int, int]]:
+def move(group: SequenceGroup, source: Pool, target: Pool, sizes: SequenceOf[TableSizes]) -> list[tuple[int, int]]:
     """Move a group's tables. Returns pairs of source and target block to copy.
 
-    Blocks keep their keys. Contents that the target pool already has are shared, not copied. Only the first
-    `num_filled` blocks of a table contain tokens. Found blocks are held before any allocation, which could evict them.
+    Blocks keep their keys. Contents that the target pool already has are shared, not copied. Blocks without computed
+    tokens are not copied. Found blocks are held before any allocation, which could evict them.
     """
     contents = source.contents(group)
     arrived: dict[Content, int] = {}
@@ -157,7 +164,7 @@ def move(
             arrived[content] = block
     copies: list[tuple[int, int]] = []
     for (number, sequence, table), its_contents in zip(source.tables_of(group), contents, strict=True):
-        end = num_filled(number, sequence)
+        end = sizes[number].filled(sequence)
         for index, content in enumerate(its_contents):
             if content != NO_BLOCK and content not in arrived:
                 block = arrived[content] = target.blocks.allocate()

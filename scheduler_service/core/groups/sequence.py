@@ -42,8 +42,10 @@ class Sequence:
         "num_draft_tokens_wanted",
         "num_expected_blocks",
         "num_forked_tokens",
+        "num_kept_tokens",
         "num_prompt_tokens",
         "num_published_blocks",
+        "num_shared_tokens",
         "num_slots",
         "num_stored_tokens",
         "output_token_ids",
@@ -86,6 +88,8 @@ class Sequence:
         self.block_keys: list[bytes] = []  # of leading full blocks, as far as needed
         self.num_published_blocks = 0  # leading blocks in the prefix cache
         self.num_expected_blocks = 0  # leading blocks, published or expected; 0 if none is expected
+        self.num_shared_tokens = 0  # first tokens whose blocks were cached, perhaps without states
+        self.num_kept_tokens = 0  # tokens before the last states of the output that were kept for the cache
 
     @property
     def num_tokens(self) -> int:
@@ -132,6 +136,8 @@ class Sequence:
         self.num_draft_tokens = 0
         self.num_draft_tokens_wanted = 0
         self.num_published_blocks = 0
+        self.num_shared_tokens = 0
+        self.num_kept_tokens = 0
         self.releases_at = 0
 
     def __repr__(self) -> str:

@@ -112,7 +112,7 @@ class Answers:
         """End a sequence, or a beam's whole group, for which no token could be chosen. Unless `is_barred`, the logits
         were not finite, and its blocks cannot be trusted."""
         if not is_barred:
-            self._blocks.cache.withdraw(sequence)
+            self._blocks.withdraw(sequence)
         status = SequenceStatus.FINISHED_BARRED if is_barred else SequenceStatus.FINISHED_FAILED
         if sequence.group.beams is not None:
             self._groups.finish(sequence.group, status)

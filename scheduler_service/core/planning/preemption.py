@@ -86,6 +86,6 @@ class Preemption:
             return PreemptionMode.RECOMPUTE
         if config.preemption_mode is PreemptionMode.SWAP:
             return PreemptionMode.SWAP
-        swap = self._blocks.num_swap_copies(group) * config.block_bytes * config.prefill_tokens_per_second
-        recompute = self._blocks.num_tokens_to_recompute(group) * config.swap_bytes_per_second
+        swap = self._blocks.costs.num_swap_copies(group) * config.block_bytes * config.prefill_tokens_per_second
+        recompute = self._blocks.costs.num_tokens_to_recompute(group) * config.swap_bytes_per_second
         return PreemptionMode.SWAP if swap < recompute else PreemptionMode.RECOMPUTE

@@ -24,6 +24,15 @@ class ChunkSizes:
         self._is_encoder = config.is_encoder
         self._blocks = session.blocks
 
+    def due(self, sequence: Sequence) -> int:
+        """Tokens of a sequence's next chunk without other limits. With states, a chunk ends where they are forked or
+        kept for the prefix cache."""
+        num_tokens = sequence.num_uncomputed_tokens
+        if num_tokens > 1 and self._blocks.states:
+            start = sequence.num_computed_tokens
+            return self._blocks.states.end_of_chunk(sequence, start + num_tokens) - start
+        return num_tokens
+
     def of(self, group: SequenceGroup, step: Step) -> list[Chunk]:
         """The chunks of a group that fit the step now. The budget does not change.
 
@@ -44,7 +53,7 @@ class ChunkSizes:
                 chunks.append(Chunk(encoder, encoder.num_prompt_tokens, encoder_bytes))
                 num_bytes_left, encoder_bytes = num_bytes_left - encoder_bytes, 0
         for sequence in self._due(group):
-            num_tokens = sequence.num_uncomputed_tokens
+            num_tokens = self.due(sequence)
             is_long = num_tokens > self.max_chunk and not self._is_encoder
             if is_long:
                 num_tokens = max(1, self.max_chunk >> num_long)
@@ -142,7 +151,7 @@ class RunningPlanner:
 
     def _extend(self, chunk: Chunk, step: Step) -> None:
         sequence: Sequence = chunk.sequence
-        more = min(sequence.num_uncomputed_tokens - chunk.num_tokens, step.budget.num_tokens)
+        more = min(self._chunk_sizes.due(sequence) - chunk.num_tokens, step.budget.num_tokens)
         num_tokens = chunk.num_tokens + more
         if more > 0 and self._blocks.extend_slots(sequence, num_tokens):
             step.budget.take(num_tokens=more)

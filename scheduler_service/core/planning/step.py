@@ -147,6 +147,7 @@ class Step:
         "queue",
         "rooms",
         "runs",
+        "state_copies",
         "steady",
         "swap_in",
         "swap_out",
@@ -176,6 +177,7 @@ class Step:
         self.num_long = 0  # long chunks
         self.prompts_began: float | None = None
         self.steady: list[ScheduledSequence] = []
+        self.state_copies: list[tuple[int, int]] = []  # source and target of states that are kept for the cache
         # Sequences in `steady` or with drafts whose block tables grew.
         self.needy: list[Sequence] = []
         self.rooms: dict[Sequence, int] = {}  # draft tokens

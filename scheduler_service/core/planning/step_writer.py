@@ -39,6 +39,7 @@ class StepWriter:
         )
         self._write_steady(step, output)
         scheduled = self._write_chunks(step, output) if step.chunks else []
+        output.blocks_to_copy += step.state_copies
         steady = self._write_rooms(step, output) if step.rooms else step.steady
         output.scheduled = steady + scheduled if scheduled else steady
         output.num_samples = len(step.steady) + sum(chunk.samples for chunk in scheduled)
@@ -103,16 +104,19 @@ class StepWriter:
         """After the leader's prompt is computed, fork the followers, which compute their first tokens in later steps.
 
         A follower without output computes the last prompt token itself, because it needs the token's logits. So does
-        every follower of a leader without output, which may turn out to be late.
+        every follower of a leader without output, which may turn out to be late. With states, every follower computes
+        that token, because the leader's states change with it.
         """
-        group = leader.group
-        if leader.num_computed_tokens < leader.num_prompt_tokens:
+        group, num_shared = leader.group, leader.num_prompt_tokens
+        if self._blocks.states:
+            num_shared -= 1
+        if leader.num_computed_tokens < num_shared:
             return
         group.has_unforked = False
         for follower in group.live:
             if follower.id not in self._blocks.tables:
                 num_last = min(leader.num_tokens, follower.num_tokens) - 1
-                self._blocks.fork(leader, follower, min(follower.num_prompt_tokens, num_last))
+                self._blocks.fork(leader, follower, min(num_shared, num_last))
                 follower.num_forked_tokens = follower.num_prompt_tokens
 
     def _write_table(self, sequence: Sequence, output: SchedulerOutput) -> None:

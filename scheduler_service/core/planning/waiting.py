@@ -283,6 +283,9 @@ class WaitingPlanner:
         step.prompts.append(group)
         step.budget.take(num_seqs=group.num_seqs)
         chunks = self._chunk_sizes.of(group, step)
+        if self._blocks.states:
+            for chunk in chunks:
+                chunk.copies = self._blocks.append_slots(chunk.sequence, chunk.num_tokens)
         step.take(group, chunks)
         for chunk in chunks:
             self._prefixes.planned(chunk, step)

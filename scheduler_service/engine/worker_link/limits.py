@@ -48,7 +48,8 @@ def _tokens_in(info: WorkerInfo, num_blocks: int, most: int) -> int:
 
 def _pool_tokens(info: WorkerInfo, num_blocks: int) -> int:
     """Tokens that these blocks store in all layers, without freeing any behind a window."""
-    blocks_each = sum(info.block_size // group.block_size for group in layer_groups(info)) or 1
+    groups = layer_groups(info)
+    blocks_each = sum(info.block_size // group.block_size for group in groups if not group.has_states) or 1
     return num_blocks // blocks_each * info.block_size
 
 

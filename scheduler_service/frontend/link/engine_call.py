@@ -18,7 +18,7 @@ from pagewire.v1.sequence_group_pb2 import TokenSequence
 from pagewire_common.calls.errors import RequestError
 from scheduler_service.access.caller import caller
 from scheduler_service.core import EncoderInput
-from scheduler_service.core.blocks.prefix_cache import block_keys, key_of_adapter, root_behind, root_key
+from scheduler_service.core.blocks.keys import block_keys, key_of_adapter, root_behind, root_key
 from scheduler_service.frontend.link.engine_connection import CODES, accepted
 from scheduler_service.frontend.link.engine_link import EngineLink, patience
 from scheduler_service.frontend.model import ServedModel

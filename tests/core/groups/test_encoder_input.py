@@ -4,7 +4,7 @@ import gc
 import sys
 
 from scheduler_service.core import EncoderInput, SamplingParams, SequenceGroup
-from scheduler_service.core.blocks.prefix_cache import root_behind
+from scheduler_service.core.blocks.keys import root_behind
 
 
 def test_equal_inputs_are_known_by_equal_digests_and_others_by_others() -> None:

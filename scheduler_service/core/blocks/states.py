@@ -1,0 +1,128 @@
+"""Blocks with states: layers of linear attention, state spaces and short convolutions keep no keys and values.
+
+A group of layers with states has one block for each sequence, with the states after all computed tokens. Each further
+token changes this block, so a cached prefix is found only where a block was kept and its sequence continued in a copy:
+
+- at the last block border of a prompt;
+- at the block border where other requests are known to continue differently, as in Marconi (Pan et al., 2025);
+- at each block border of an output, in place of the previous one, for the next turn of a conversation.
+
+A chunk ends at a border where states will be kept. States are kept only if free blocks are left above the watermark.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+
+from scheduler_service.core.blocks.allocator import BlockAllocator
+from scheduler_service.core.blocks.prefix_cache import CachedPrefix, PrefixCache
+from scheduler_service.core.blocks.tables import Tables
+from scheduler_service.core.groups.sequence import Sequence
+
+
+class StateBlocks:
+    """The blocks of the groups of layers with states. `groups`: each group's tables, and how many entries of each table
+    the worker knows."""
+
+    def __init__(
+        self,
+        device: BlockAllocator,
+        cache: PrefixCache,
+        groups: SequenceOf[tuple[Tables, dict[int, int]]],
+        num_watermark_blocks: int,
+    ) -> None:
+        self._device, self._cache, self._groups = device, cache, groups
+        self._num_watermark_blocks = num_watermark_blocks
+        # Blocks that were found and left in the step that is being planned. Its swaps must not overwrite them before
+        # its copies.
+        self._left: list[int] = []
+        # Kept blocks without a key yet: the tokens before them, which may be unknown until an answer, and the blocks.
+        self._kept: dict[Sequence, tuple[int, list[int]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    def end_of_chunk(self, sequence: Sequence, end: int) -> int:
+        """The end, in tokens, of a chunk that could extend to `end`."""
+        start = sequence.num_computed_tokens
+        return min([stop for stop in self._stops(sequence) if start < stop < end], default=end)
+
+    def _stops(self, sequence: Sequence) -> Iterator[int]:
+        if sequence.group.has_unforked and len(sequence.group.live) > 1:
+            yield sequence.num_prompt_tokens - 1
+        if num_blocks := self._cache.keys.num_cacheable(sequence):
+            yield num_blocks * self._cache.block_size
+            yield sequence.num_shared_tokens
+
+    def next_border(self, num_tokens: int) -> int:
+        """The first border at or after `num_tokens` tokens."""
+        return -(-num_tokens // self._cache.block_size) * self._cache.block_size
+
+    def blocks_of(self, sequence: Sequence) -> list[int]:
+        return [tables[sequence.id][0] for tables, _ in self._groups]
+
+    def keep(self, sequence: Sequence) -> list[tuple[int, int]]:
+        """Keep a scheduled sequence's blocks for the cache, if they were found there or belong there, and let the
+        sequence continue in copies. Returns pairs of source and target block."""
+        start, blocks = sequence.num_computed_tokens, self.blocks_of(sequence)
+        is_found = self._device.key(blocks[0]) is not None
+        if not is_found and not (self._belongs(sequence, start) and sequence not in self._kept):
+            return []
+        if self._device.num_free - len(blocks) < self._num_watermark_blocks:
+            for block in blocks:
+                self._device.withdraw(block)
+            return []
+        for tables, known in self._groups:
+            tables[sequence.id][0] = self._device.allocate()
+            known.pop(sequence.id, None)
+        if is_found:
+            self._left += blocks
+        else:
+            self._kept[sequence] = start, blocks
+        return [*zip(blocks, self.blocks_of(sequence), strict=True)]
+
+    def _belongs(self, sequence: Sequence, start: int) -> bool:
+        """Whether the states after `start` tokens belong in the cache."""
+        if not start or start % self._cache.block_size or not self._cache.keys.caches(sequence):
+            return False
+        num_known = self._cache.keys.num_cacheable(sequence) * self._cache.block_size
+        return start >= min(num_known, sequence.num_prompt_tokens) or start == sequence.num_shared_tokens
+
+    def planned(self) -> None:
+        """After a step's plan, free the blocks that its sequences left, and publish the kept blocks of known tokens.
+        Only later steps find them: within a step, all states are computed at once."""
+        for block in self._left:
+            self._device.free(block)
+        self._left.clear()
+        for sequence in [one for one, (num_tokens, _) in self._kept.items() if one.num_stored_tokens >= num_tokens]:
+            self._release(sequence)
+
+    def leave(self, sequence: Sequence, *, is_sound: bool = True) -> None:
+        """Forget a sequence that leaves the worker. `is_sound`: whether its states can be trusted."""
+        if sequence in self._kept:
+            self._release(sequence, is_sound=is_sound)
+
+    def forget_kept(self) -> None:
+        """Free all kept blocks without publishing them."""
+        for sequence in [*self._kept]:
+            self._release(sequence, is_sound=False)
+
+    def of(self, cached: CachedPrefix) -> list[int]:
+        """The blocks with states among the cached blocks of a prefix."""
+        tables = cached.tables[-len(self._groups) :]
+        return [block for table in tables for block in table]
+
+    def _release(self, sequence: Sequence, *, is_sound: bool = True) -> None:
+        num_tokens, blocks = self._kept.pop(sequence)
+        is_published = is_sound and sequence.num_stored_tokens >= num_tokens
+        if is_published:
+            self._cache.publish_states(sequence, num_tokens, blocks)
+        for block in blocks:
+            self._device.free(block)
+        if is_published and num_tokens > sequence.num_prompt_tokens:
+            self._cache.withdraw_states(sequence, sequence.num_kept_tokens)
+            sequence.num_kept_tokens = num_tokens
+
+    @property
+    def held(self) -> list[int]:
+        """Blocks that are held without being in a table."""
+        return self._left + [block for _, blocks in self._kept.values() for block in blocks]
