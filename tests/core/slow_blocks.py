@@ -349,7 +349,7 @@ class SlowBlocks:
         """Tokens up to where states are forked, or where they will be kept."""
         stops = [sequence.computed + sequence.uncomputed]
         if self.has_states and sequence.uncomputed > 1:
-            if any(other.device is None for other in sequence.group.live):
+            if self.shares_states(sequence):
                 stops.append(sequence.num_prompt_tokens - 1)
             stops.append(self.most_cached(sequence) * self.config.block_size)
             stops.append(min(sequence.num_shared, self.most_cached(sequence)) * self.config.block_size)
@@ -381,6 +381,39 @@ class SlowBlocks:
                 table[0] = None  # held aside now
                 table[0] = self.new_block("device")
         return len(blocks)
+
+    def await_states(self, waiting: SlowSequence) -> tuple[int, Key | None]:
+        """The pages of the longest prefix whose states another sequence will keep, which may be told to do so."""
+        best, keeper, size = 0, None, self.config.block_size
+        for other in [sequence for sequence, _, _ in self.kept] + [group.live[0] for group in self.running]:
+            keeps = [num_pages for sequence, num_pages, _ in self.kept if sequence is other]
+            if other.device is None or (other.uncomputed <= 1 and not keeps):
+                continue
+            common = self.num_common(waiting, other)
+            stops = [other.num_shared, self.most_cached(other)] * (self.most_cached(other) > 0)
+            if self.shares_states(other):
+                stops.append((other.num_prompt_tokens - 1) / size)
+            is_free = not other.num_shared or other.num_shared * size < other.computed
+            is_ahead = other.computed + self.planned(other) <= common * size
+            is_there = other.computed == common * size
+            will_keep = common in stops if is_there else is_ahead and (is_free or common in stops)
+            if common > best and (common in keeps or will_keep):
+                best, keeper = common, other
+        if keeper is None or best <= self.cached(waiting)[0]:
+            return 0, None
+        if not keeper.num_shared or keeper.num_shared * size < keeper.computed:
+            keeper.num_shared = best
+        return best, self.key_of_page(waiting, best - 1)
+
+    def num_common(self, one: SlowSequence, other: SlowSequence) -> int:
+        """Leading pages with the same tokens."""
+        pages = range(min(self.most_cached(one), self.most_cached(other)))
+        pairs = ((self.key_of_page(one, page), self.key_of_page(other, page)) for page in pages)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    def shares_states(self, leader: SlowSequence) -> bool:
+        """Whether followers will share the states before the last prompt token."""
+        return any(other.device is None for other in leader.group.live)
 
     def let_states_go(self) -> None:
         """At the end of a step: those that were copied, and those with known tokens, which are found from now on."""

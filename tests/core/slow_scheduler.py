@@ -406,11 +406,15 @@ class SlowScheduler(SlowBlocks):
         """Whether the group waits for blocks of others, for at most the time to compute behind all that runs. One gives
         up for each block, and the others' time begins anew.
         """
-        if not self.expected():
+        if not self.expected() and not self.has_states:
             return False
         leader, known = group.live[0], group.first_missing
-        first = self.num_in_run(leader, known or 0)
-        if not (key := self.awaited(leader, first)):
+        if self.has_states:
+            first, key = self.await_states(leader)
+        else:
+            first = self.num_in_run(leader, known or 0)
+            key = self.awaited(leader, first)
+        if not key:
             return False
         if known != first or key in self.given_up:
             if self.backlog is None:

@@ -7,14 +7,16 @@ token changes this block, so a cached prefix is found only where a block was kep
 - at the block border where other requests are known to continue differently, as in Marconi (Pan et al., 2025);
 - at each block border of an output, in place of the previous one, for the next turn of a conversation.
 
-A chunk ends at a border where states will be kept. States are kept only if free blocks are left above the watermark.
+A chunk ends at a border where states will be kept. States are kept only if free blocks are left above the watermark. A
+waiting sequence can tell a running one to keep the states where the two divide, and waits for them.
 """
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 
 from scheduler_service.core.blocks.allocator import BlockAllocator
-from scheduler_service.core.blocks.prefix_cache import CachedPrefix, PrefixCache
+from scheduler_service.core.blocks.prefix_cache import CachedPrefix, PrefixCache, PrefixLook
 from scheduler_service.core.blocks.tables import Tables
 from scheduler_service.core.groups.sequence import Sequence
 
@@ -87,6 +89,39 @@ class StateBlocks:
         num_known = self._cache.keys.num_cacheable(sequence) * self._cache.block_size
         return start >= min(num_known, sequence.num_prompt_tokens) or start == sequence.num_shared_tokens
 
+    def await_prefix(self, waiting: Sequence, computing: Iterable[tuple[Sequence, int]]) -> PrefixLook:
+        """The longest prefix of a waiting sequence whose states will be kept by a running one. `computing`: sequences
+        that compute prompts, with their tokens at the end of the step as planned so far. One of them can be told to
+        keep states where the two divide."""
+        end_of, leading = self._cache.keys.num_cacheable, self._cache.keys.leading  # copying keys would be slow
+        keys, num_looked_up = leading(waiting, end_of(waiting)), 0
+        longest, keeper = 0, None
+        for other, num_planned in computing:
+            others = leading(other, end_of(other))
+            common = range(longest, min(end_of(waiting), end_of(other)))
+            end = longest + bisect_left(common, True, key=lambda place: keys[place] != others[place])
+            num_looked_up += len(common).bit_length()
+            if end > longest and self._will_keep(other, end * self._cache.block_size, num_planned):
+                longest, keeper = end, other
+        if keeper is None or longest * self._cache.block_size <= self._cache.cached(waiting).num_tokens:
+            return PrefixLook(0, None, num_looked_up)
+        if _is_free(keeper):
+            keeper.num_shared_tokens = longest * self._cache.block_size
+        return PrefixLook(longest, keys[longest - 1], num_looked_up)
+
+    def _will_keep(self, sequence: Sequence, num_tokens: int, num_planned: int) -> bool:
+        """Whether a sequence will keep the states after `num_tokens` tokens, or can be told to."""
+        if sequence in self._kept and self._kept[sequence][0] == num_tokens:
+            return True
+        if sequence.num_computed_tokens == num_tokens:
+            return num_tokens in self._stops(sequence)
+        return num_planned <= num_tokens and (_is_free(sequence) or num_tokens in self._stops(sequence))
+
+    @property
+    def keeping(self) -> Iterable[Sequence]:
+        """Sequences whose kept blocks have no key yet."""
+        return self._kept
+
     def planned(self) -> None:
         """After a step's plan, free the blocks that its sequences left, and publish the kept blocks of known tokens.
         Only later steps find them: within a step, all states are computed at once."""
@@ -126,3 +161,8 @@ class StateBlocks:
     def held(self) -> list[int]:
         """Blocks that are held without being in a table."""
         return self._left + [block for _, blocks in self._kept.values() for block in blocks]
+
+
+def _is_free(sequence: Sequence) -> bool:
+    """Whether a sequence will not keep states for others."""
+    return not sequence.num_shared_tokens or sequence.num_shared_tokens < sequence.num_computed_tokens

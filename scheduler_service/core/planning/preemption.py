@@ -42,6 +42,8 @@ class Preemption:
             or not self._adapters.has_slot(group, without=victims)
             or self._blocks.can_allocate(group, leave_watermark=bool(candidates), without=victims) is not AllocStatus.OK
         ):
+            if not candidates:
+                return None  # groups that wait for a prefix reserve the sequences
             victim = self._waiting.victim(candidates)
             # Blocks that this step swaps in are not filled yet.
             if step.swap_in or self._prefixes.is_tied(victim, step) or not self._waiting.outranks(group, victim):

@@ -9,9 +9,12 @@ anew with each further block, or if another request gives up waiting for the sam
 most half of a step's sequences.
 """
 
+import itertools
+from collections.abc import Iterator
+
 from scheduler_service.core.blocks.prefix_cache import FoundRuns
 from scheduler_service.core.groups.records import PrefixWait
-from scheduler_service.core.groups.sequence import SequenceGroup
+from scheduler_service.core.groups.sequence import Sequence, SequenceGroup
 from scheduler_service.core.planning.step import Chunk, Step
 from scheduler_service.core.planning.worker_groups import Session
 
@@ -57,7 +60,10 @@ class SharedPrefixes:
         leader, wait = group.live[0], group.placement.prefix_waits.get(self._worker)
         if step.runs is None:
             step.runs = FoundRuns(self._blocks.device)
-        look = self._blocks.cache.look_up(leader, 0 if wait is None else wait.first, step.runs)
+        if self._blocks.states:
+            look = self._blocks.states.await_prefix(leader, self._computing(step))
+        else:
+            look = self._blocks.cache.look_up(leader, 0 if wait is None else wait.first, step.runs)
         step.num_looked_up += look.num_looked_up
         if look.awaited is None:
             return False
@@ -73,6 +79,16 @@ class SharedPrefixes:
             return True
         step.given_up.add(look.awaited)
         return False
+
+    def _computing(self, step: Step) -> Iterator[tuple[Sequence, int]]:
+        """The sequences that compute prompts or keep states, with their tokens at the end of the step."""
+        planned = {c.sequence: c.num_tokens for chunks in step.chunks.values() for c in chunks}
+        prompts = (group.live[0] for group in step.prompts if group in self._groups.running)
+        for sequence in dict.fromkeys(itertools.chain(self._blocks.states.keeping, prompts)):
+            if sequence.id in self._blocks.tables and (
+                sequence.num_uncomputed_tokens > 1 or sequence in self._blocks.states.keeping
+            ):
+                yield sequence, sequence.num_computed_tokens + planned.get(sequence, 0)
 
     def _backlog(self) -> int:
         """Known tokens that running sequences have not computed yet."""

@@ -96,3 +96,16 @@ def test_a_reset_removes_states_and_those_that_running_sequences_would_keep() ->
     run(scheduler, worker)
     assert scheduler.blocks.device.num_findable == 0
     assert scheduler.blocks.device.num_free == 64
+
+
+def test_requests_that_arrive_together_wait_until_one_of_them_has_kept_the_common_states() -> None:
+    scheduler = with_states(max_num_batched_tokens=16, max_prefill_chunk=8)
+    worker = FakeWorker(scheduler.config)
+    groups = [make_group(name, 22 + number, max_tokens=1) for number, name in enumerate("abcd")]
+    for group in groups:
+        group.prompt_token_ids[18:] = type(group.prompt_token_ids)(
+            "I", [ord(group.request_id)] * (len(group.prompt_token_ids) - 18)
+        )
+        scheduler.add_request(group)
+    run(scheduler, worker)
+    assert [group.history.num_cached_tokens for group in groups] == [0, 16, 16, 16]
