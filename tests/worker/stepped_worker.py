@@ -24,6 +24,7 @@ from worker_service.execution.steps.model_runner import ModelRunner
 from worker_service.loading.checkpoint import Checkpoint
 from worker_service.models.decoders.decoder_config import DecoderConfig
 from worker_service.models.decoders.shard import part_of
+from worker_service.models.layer_needs import has_one_kind, needs_of
 from worker_service.models.layers.linear import Quantization
 from worker_service.models.registry import build_model, read_config
 from worker_service.parallel.ranks import ALONE, Ranks
@@ -70,10 +71,13 @@ def load_runner(
     adapters = Adapters(model, room, cuts)
     model.pack(quantization)
     sizes = config.num_layers, LIMITS.block_size, num_kv_heads, config.head_dim
-    shape = CacheShape(*sizes, cache_dtype or dtype, kv_parts=config.kv_parts)
-    if limits.layer_groups:
-        shape = replace(shape, groups=group_layers(config.windows, LIMITS.block_size, limits.max_model_len))
-        assert [(group.block_size, group.window) for group in shape.groups] == [*limits.layer_groups]
+    shape = CacheShape(*sizes, cache_dtype or dtype, kv_parts=config.kv_parts, state_dtype=dtype)
+    needs = needs_of(config, num_kv_heads)
+    if limits.layer_groups or not has_one_kind(needs):
+        groups = group_layers(needs, LIMITS.block_size, limits.max_model_len, dtype, cache_dtype)
+        shape = replace(shape, groups=groups)
+        if limits.layer_groups:
+            assert [(group.block_size, group.window) for group in shape.groups] == [*limits.layer_groups]
     engine = CacheEngine(shape, limits.num_device_blocks, limits.num_host_blocks, DEVICE)
     for pool in (engine.device_blocks, engine.host_blocks):
         make_nan(pool)
@@ -90,8 +94,8 @@ def load_runner(
 
 
 def make_nan(blocks: Tensor) -> None:
-    """8-bit caches have NaN scales."""
-    blocks.fill_(-1 if blocks.dtype is torch.int8 else float("nan"))
+    """8-bit caches have NaN scales. Bytes of ones are NaN in every floating type."""
+    blocks.fill_(-1 if blocks.dtype is torch.int8 else 255 if blocks.dtype is torch.uint8 else float("nan"))
 
 
 class SteppedWorker:
@@ -192,7 +196,7 @@ def generate_with_everything(worker: SteppedWorker, count: int) -> tuple[list[in
     worker.step(finished=(2,))
     held = -(-(len(PROMPT) + len(found)) // 4)
     worker.step(blocks_to_swap_out=BlockMapping(tuple(range(30, 38)), tuple(range(8))))
-    worker.runner.cache_engine.device_blocks[30:38] = float("nan")
+    make_nan(worker.runner.cache_engine.device_blocks[30:38])
     table = [*range(50, 58), *range(38, 43), 60]
     assert held <= len(table)
     found += worker.step(

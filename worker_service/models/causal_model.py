@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from torch import Tensor
 
@@ -18,8 +18,9 @@ def widest(windows: Iterable[int | None]) -> int | None:
 
 
 class LayerCache(NamedTuple):
-    blocks: Tensor
-    """[num_blocks, kv_parts, block_size, num_kv_heads, head_dim]."""
+    blocks: Tensor | tuple[Tensor, ...]
+    """Keys and values, [num_blocks, kv_parts, block_size, num_kv_heads, head_dim], or the layer's states, each
+    [num_blocks, ...]."""
     group: int
     """The layer's group, which has a block table of its own."""
 
@@ -29,19 +30,22 @@ class GroupedCache(NamedTuple):
 
     layers: Sequence[LayerCache]
     block_sizes: Sequence[int]
-    """Tokens of a block in each group."""
+    """Tokens of a block in each group; 0 for a group with states."""
 
 
 Slots = Tensor | Sequence[Tensor]
-"""Slots of the KV cache, [num_tokens] int64. With groups: for each group."""
+"""Slots of the KV cache, [num_tokens] int64. With groups: for each group; empty for a group with states."""
 Attention = AttentionMetadata | Sequence[AttentionMetadata]
-"""The sequences of a step. With groups: with the block tables of each group."""
+"""The sequences of a step. With groups: with the block tables of each group. A group with states has tables of one
+entry, the block of each sequence."""
 Cache = Tensor | GroupedCache
 """[num_blocks, num_layers, kv_parts, block_size, num_kv_heads, head_dim], or layers in groups."""
+LayerPlace = tuple[Any, Tensor, AttentionMetadata]
+"""A layer's keys and values (a tensor) or states (a tuple), its slots, and the sequences."""
 
 
-def by_layer(slots: Slots, attention: Attention, cache: Cache) -> Iterator[tuple[Tensor, Tensor, AttentionMetadata]]:
-    """Each layer's cache, slots and sequences."""
+def by_layer(slots: Slots, attention: Attention, cache: Cache) -> Iterator[LayerPlace]:
+    """Each layer's cache, slots and sequences, in the order of the layers' needs."""
     if isinstance(cache, GroupedCache):
         assert not isinstance(slots, Tensor)
         assert not isinstance(attention, AttentionMetadata)
@@ -100,7 +104,8 @@ class ModelConfig(Protocol):
 
     @property
     def windows(self) -> Sequence[int | None]:
-        """Each layer's window, see `sliding_window`."""
+        """Each layer's window, see `sliding_window`. A network whose layers differ otherwise, too, has an attribute
+        `layer_needs` (see `worker_service.models.layer_needs.needs_of`)."""
 
     @property
     def tied(self) -> Mapping[str, str]:

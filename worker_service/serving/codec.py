@@ -85,24 +85,19 @@ def decode_scheduler_output(message: pb.SchedulerOutput, limits: Limits) -> Sche
         sequence_ids=sequence_ids,
         num_scheduled_tokens=num_scheduled_tokens,
         samples=samples,
-        block_table_updates=tuple(
-            BlockTableUpdate(
-                update.sequence_id, update.start, _block_ids(update.block_ids, limits), _layer_group(update, limits)
-            )
-            for update in message.block_table_updates
-        ),
+        block_table_updates=tuple(_block_table_update(update, limits) for update in message.block_table_updates),
         forks=tuple(
             Fork(
                 fork.parent_sequence_id,
                 fork.child_sequence_id,
                 fork.num_tokens,
                 fork.num_computed_tokens,
-                _block_ids(fork.block_ids, limits),
+                tables[0],
                 fork.index,
                 array(TOKENS, _token_ids("forks: token_ids", fork.token_ids, limits)),
-                _further_tables(fork, limits),
+                tables[1:],
             )
-            for fork in message.forks
+            for fork, tables in ((fork, _tables(fork, limits)) for fork in message.forks)
         ),
         blocks_to_swap_out=_block_mapping("blocks_to_swap_out", message.blocks_to_swap_out, device, host),
         blocks_to_swap_in=_block_mapping("blocks_to_swap_in", message.blocks_to_swap_in, host, device),
@@ -191,16 +186,17 @@ def _new_sequence(message: pb.NewSequence, limits: Limits) -> NewSequence:
     num_tokens = len(message.token_ids)
     if not 1 <= message.num_prompt_tokens <= num_tokens:
         raise InvalidStepError(f"{where}: {message.num_prompt_tokens} prompt tokens of {num_tokens}")
+    block_ids, *further_tables = _tables(message, limits)
     return NewSequence(
         message.sequence_id,
         array(TOKENS, _token_ids(f"{where}: token_ids", message.token_ids, limits)),
         message.num_prompt_tokens,
         message.num_computed_tokens,
-        _block_ids(message.block_ids, limits),
+        block_ids,
         _sampling(f"{where}: sampling", message, limits),
         message.adapter_id,
         encoder_id=message.encoder_sequence_id,
-        further_tables=_further_tables(message, limits),
+        further_tables=tuple(further_tables),
     )
 
 
@@ -320,22 +316,36 @@ def _token_ids(where: str, token_ids: Collection[int], limits: Limits) -> Collec
     return token_ids
 
 
-def _further_tables(message: pb.NewSequence | pb.Fork, limits: Limits) -> Tables:
+def _tables(message: pb.NewSequence | pb.Fork, limits: Limits) -> Tables:
+    """The block tables of a sequence in all groups of layers."""
     num_tables = 1 + len(message.further_tables)
     if num_tables != len(limits.block_sizes):
         raise InvalidStepError(
             f"further_tables: {num_tables} block tables of a sequence; the model has {len(limits.block_sizes)} groups "
             "of layers"
         )
-    return tuple(_block_ids(table.block_ids, limits) for table in message.further_tables)
+    tables = [message.block_ids, *(table.block_ids for table in message.further_tables)]
+    for group, table in enumerate(tables):
+        if limits.has_states(group) and len(table) != 1:
+            raise InvalidStepError(
+                f"block_ids: {len(table)} blocks in group {group} of layers, whose states are one block"
+            )
+    return tuple(_block_ids(table, limits) for table in tables)
 
 
-def _layer_group(update: pb.BlockTableUpdate, limits: Limits) -> int:
+def _block_table_update(update: pb.BlockTableUpdate, limits: Limits) -> BlockTableUpdate:
     if update.layer_group >= len(limits.block_sizes):
         raise InvalidStepError(
             f"layer_group: {update.layer_group}; the model has {len(limits.block_sizes)} groups of layers"
         )
-    return int(update.layer_group)
+    if limits.has_states(update.layer_group) and (update.start or len(update.block_ids) != 1):
+        raise InvalidStepError(
+            f"block_table_updates: {len(update.block_ids)} blocks from entry {update.start} on in group "
+            f"{update.layer_group} of layers, whose states are one block"
+        )
+    return BlockTableUpdate(
+        update.sequence_id, update.start, _block_ids(update.block_ids, limits), int(update.layer_group)
+    )
 
 
 def _block_ids(block_ids: Sequence[int], limits: Limits) -> "array[int]":

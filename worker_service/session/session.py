@@ -292,7 +292,18 @@ class Session:
             chunks.append(ScheduledChunk(sequence, start, stop, samples, drafts))
         if self._limits.max_encoder_len:
             self._check_encoders(chunks)
+        self._check_states(chunks)
         return chunks
+
+    def _check_states(self, chunks: Iterable[ScheduledChunk]) -> None:
+        """Raise InvalidStepError if two sequences would write the same states."""
+        for group in range(len(self._limits.layer_groups)):
+            if self._limits.has_states(group):
+                owners: dict[int, int] = {}
+                for sequence, *_ in chunks:
+                    block, sequence_id = sequence.tables[group][0], sequence.sequence_id
+                    if (other := owners.setdefault(block, sequence_id)) != sequence_id:
+                        raise InvalidStepError(f"sequences {other} and {sequence_id} have states in block {block}")
 
     def _check_encoder(self, sequence: SequenceState, stop: int, samples: bool) -> None:
         """Raise InvalidStepError if the encoder input is not computed whole, or lacks audio features."""

@@ -18,6 +18,7 @@ class LayerLimits(NamedTuple):
     """A group of layers with a block table of its own."""
 
     block_size: int
+    """Tokens of a block; 0 if the layers have states. A sequence then has one block."""
     window: int
     """Tokens; 0 without a window."""
 
@@ -51,14 +52,19 @@ class Limits:
     feature_bytes: int = 0
     """Bytes of an encoder input's audio features; 0 if the encoder reads token ids."""
     layer_groups: tuple[LayerLimits, ...] = ()
-    """The groups of layers if there are several, those without a window first."""
+    """The groups of layers if there are several or if layers have states: without a window, with a window, with
+    states."""
     aligns: bool = False
     """Whether the worker can compute the times of a transcript's tokens."""
 
     @cached_property
     def block_sizes(self) -> tuple[int, ...]:
-        """Tokens of a block in each group of layers."""
-        return tuple(group.block_size for group in self.layer_groups) or (self.block_size,)
+        """Tokens of a block in each group of layers. States are those of a sequence of any length."""
+        return tuple(group.block_size or self.max_model_len for group in self.layer_groups) or (self.block_size,)
+
+    def has_states(self, group: int) -> bool:
+        """Whether the layers of this group have states."""
+        return bool(self.layer_groups) and not self.layer_groups[group].block_size
 
     @property
     def is_encoder(self) -> bool:

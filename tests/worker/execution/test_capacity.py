@@ -24,6 +24,7 @@ from worker_service.execution.startup.capacity import (
     give_freed_memory_back,
 )
 from worker_service.execution.worker import load_worker
+from worker_service.models.layer_needs import LayerKeys
 from worker_service.parallel.ranks import ALONE, Ranks
 from worker_service.settings import WorkerSettings
 
@@ -120,7 +121,8 @@ def test_a_cache_too_small_for_one_sequence_is_refused(
 
 def test_the_longest_sequence_that_fits_has_blocks_in_every_group_of_layers(cgroup: Path) -> None:
     """Of 9 tokens, 5 blocks without a window and 3 with one: the window and a chunk touch 3 at most."""
-    groups = LayerGroup((0,), 0, 2), LayerGroup((1, 2), 3, 1)
+    needs = LayerKeys(1, 5)
+    groups = LayerGroup((0,), 0, 2, needs, 20), LayerGroup((1, 2), 3, 1, needs, 10)
     shape = replace(SHAPE, groups=groups)
     settings = WorkerSettings(kv_cache_memory=gib(7 * shape.block_bytes), max_num_batched_tokens=1, max_num_seqs=1)
     with pytest.raises(StartError, match=r"room for 7 blocks .*9 tokens needs 8 .*at most 8$"):

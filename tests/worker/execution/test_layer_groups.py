@@ -10,6 +10,7 @@ import torch
 from stepped_worker import DEVICE, PROMPT, Oracle, SteppedWorker, load_runner
 from worker_helpers import LIMITS
 
+from pagewire.v1 import scheduler_output_pb2 as pb
 from scheduler_service.core import (
     PreemptionMode,
     SamplingParams,
@@ -22,10 +23,12 @@ from scheduler_service.core.config import LayerGroup
 from scheduler_service.wire.codec import decode_model_output, decode_worker_info, encode_scheduler_output
 from worker_service.errors import InvalidStepError
 from worker_service.execution.cache.cache_engine import CacheShape
-from worker_service.execution.cache.layer_groups import group_layers
+from worker_service.execution.cache.layer_groups import group_layers, page_bytes, unused_share
 from worker_service.execution.worker import load_worker
 from worker_service.models.causal_model import GroupedCache
+from worker_service.models.layer_needs import LayerKeys, LayerStates, State
 from worker_service.serving.codec import decode_scheduler_output, encode_model_output, encode_worker_info
+from worker_service.session.session import Session
 from worker_service.session.step import LayerLimits
 from worker_service.settings import WorkerSettings
 
@@ -43,6 +46,10 @@ GROUPED = replace(LIMITS, block_size=8, layer_groups=(LayerLimits(8, 0), LayerLi
 @pytest.fixture(params=MODELS)
 def checkpoint(request: pytest.FixtureRequest, make_checkpoint: Callable[..., Path]) -> Path:
     return make_checkpoint(**MODELS[request.param])
+
+
+def keys(windows: Sequence[int | None], head_dim: int = 8) -> list[LayerKeys]:
+    return [LayerKeys(2, head_dim, window=window) for window in windows]
 
 
 def scheduler_of(limits: Any, **sizes: Any) -> Scheduler:
@@ -157,30 +164,128 @@ def test_a_step_with_tables_of_other_groups_is_refused() -> None:
 def test_blocks_of_all_groups_have_nearly_the_same_bytes(
     num_whole: int, num_recent: int, sizes: tuple[int, int]
 ) -> None:
-    groups = group_layers([None] * num_whole + [512] * num_recent, 16, 8192)
+    groups = group_layers(keys([None] * num_whole + [512] * num_recent), 16, 8192, torch.float32)
     assert tuple(group.block_size for group in groups) == sizes
-    assert min(group.size for group in groups) >= 0.9 * max(group.size for group in groups)
+    assert min(group.num_bytes for group in groups) >= 0.9 * page_bytes(groups)
 
 
 def test_layers_of_one_kind_are_no_groups_and_a_window_of_the_longest_sequence_is_none() -> None:
-    assert group_layers([512, 512], 16, 8192) == group_layers([None, 512], 16, 512) == ()
+    for windows, max_model_len in (([512, 512], 8192), ([None, 512], 512)):
+        assert group_layers(keys(windows), 16, max_model_len, torch.float32) == ()
 
 
 def test_groups_that_save_nothing_are_none() -> None:
-    assert group_layers([20] * 31 + [None], 256, 8192) == group_layers([20] + [None] * 31, 16, 8192) == ()
-    assert group_layers([20] * 31 + [None], 16, 8192)
+    for windows, block_size in (([20] * 31 + [None], 256), ([20] + [None] * 31, 16)):
+        assert group_layers(keys(windows), block_size, 8192, torch.float32) == ()
+    assert group_layers(keys([20] * 31 + [None]), 16, 8192, torch.float32)
 
 
 def test_layers_of_a_block_do_not_overlap_and_fill_it() -> None:
-    shape = CacheShape(3, 4, 2, 8, torch.float32, group_layers([6, None, 6], 4, 100))
+    shape = CacheShape(3, 4, 2, 8, torch.float32, group_layers(keys([6, None, 6]), 4, 100, torch.float32))
     blocks = shape.allocate(2, torch.device("cpu"))
     cache = shape.view(blocks)
     assert isinstance(cache, GroupedCache)
     assert cache.block_sizes == [8, 4]
+    layers = [layer.blocks for layer in cache.layers]
+    whole = blocks.view(torch.float32)
     blocks.zero_()
     for number in (0, 2):
-        cache.layers[number].blocks.add_(1 + number)
-    assert sorted(set(blocks.flatten().tolist())) == [1, 3]
+        layers[number].add_(1 + number)
+    assert sorted(set(whole.flatten().tolist())) == [1, 3]
     blocks.zero_()
-    cache.layers[1].blocks.add_(1)
-    assert (blocks == 1).all()
+    layers[1].add_(1)
+    assert (whole == 1).all()
+
+
+def test_layers_with_keys_of_other_sizes_have_groups_of_their_own() -> None:
+    """A layer with one head of 512 elements has half the bytes of two layers with two heads of 256 each."""
+    layers = [LayerKeys(1, 512), *keys([None, None], head_dim=256), *keys([8, 8], head_dim=256)]
+    groups = group_layers(layers, 16, 8192, torch.bfloat16)
+    assert [(group.layers, group.block_size, group.window) for group in groups] == [
+        ((0,), 32, 0), ((1, 2), 16, 0), ((3, 4), 16, 8)
+    ]  # fmt: skip
+
+
+STATES: Mapping[str, tuple[int, LayerKeys, int, LayerStates, list[int], int]] = {
+    # numbers and needs of layers with keys and with states; layers of each group with states, tokens of a block
+    "Qwen3-Next 80B": (
+        12, LayerKeys(2, 256), 36, LayerStates((State((8192, 3), False), State((32, 128, 128), True))), [6] * 6, 528
+    ),
+    "Granite 4 tiny": (
+        4, LayerKeys(4, 128), 36, LayerStates((State((3328, 3), False), State((48, 64, 128), True))), [6] * 6, 1168
+    ),
+    "LFM2 350M": (6, LayerKeys(8, 64), 10, LayerStates((State((1024, 2), False),)), [10], 16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", STATES)
+def test_states_are_divided_so_that_few_bytes_of_a_sequence_are_unused(model: str) -> None:
+    num_keys, layer_keys, num_states, layer_states, sizes, tokens = STATES[model]
+    groups = group_layers([layer_keys] * num_keys + [layer_states] * num_states, 16, 2**18, torch.bfloat16)
+    first, *others = groups
+    assert (first.block_size, [len(group.layers) for group in others]) == (tokens, sizes)
+    assert {group.block_size for group in others} == {0}
+    assert max(group.num_bytes for group in groups) <= page_bytes(groups)
+    assert unused_share(groups, 8192) < 0.1
+
+
+def test_states_of_a_block_are_views_of_their_types_that_do_not_overlap() -> None:
+    layer = LayerStates((State((5, 3), False), State((2, 3, 4), True)))
+    groups = group_layers([*keys([None, None]), layer, layer], 4, 100, torch.bfloat16)
+    shape = CacheShape(4, 4, 2, 8, torch.bfloat16, groups, state_dtype=torch.bfloat16)
+    cache = shape.view(blocks := shape.allocate(3, torch.device("cpu")))
+    assert isinstance(cache, GroupedCache)
+    assert cache.block_sizes == [4, 0]
+    assert shape.span == 4
+    blocks.zero_()
+    views = [state for layer in cache.layers[2:] for state in layer.blocks]
+    assert [(tuple(view.shape), view.dtype) for view in views] == 2 * [
+        ((3, 5, 3), torch.bfloat16), ((3, 2, 3, 4), torch.float32)
+    ]  # fmt: skip
+    for number, view in enumerate(views):
+        view.fill_(1 + number)
+    assert [set(view.flatten().tolist()) for view in views] == [{1.0}, {2.0}, {3.0}, {4.0}]
+
+
+def test_a_network_of_states_alone_has_one_group_and_a_span_of_the_block_size() -> None:
+    layers = [LayerStates((State((64, 3), False), State((1, 64, 16), True)))] * 24
+    groups = group_layers(layers, 16, 2**20, torch.float32)
+    assert [(len(group.layers), group.block_size) for group in groups] == [(24, 0)]
+    assert CacheShape(24, 16, 0, 0, torch.float32, groups).span == 16
+
+
+WITH_STATES = replace(LIMITS, block_size=8, layer_groups=(LayerLimits(8, 0), LayerLimits(0, 0)))
+
+
+def test_tables_of_states_have_one_block(message_of: Callable[..., Any]) -> None:
+    with pytest.raises(InvalidStepError, match="block_ids: 2 blocks in group 1 of layers, whose states are one block"):
+        decode_scheduler_output(message_of([0, 1], [2, 3]), WITH_STATES)
+    message = message_of([0, 1], [2])
+    decode_scheduler_output(message, WITH_STATES)
+    message.block_table_updates.add(sequence_id=1, start=1, block_ids=[3], layer_group=1)
+    with pytest.raises(InvalidStepError, match="block_table_updates: 1 blocks from entry 1 on in group 1 of layers"):
+        decode_scheduler_output(message, WITH_STATES)
+
+
+def test_two_sequences_of_a_step_do_not_share_states(message_of: Callable[..., Any]) -> None:
+    message = message_of([0, 1], [2])
+    message.new_sequences.append(message.new_sequences[0])
+    message.new_sequences[1].sequence_id = 2
+    message.sequence_ids.append(2)
+    session = Session(1, WITH_STATES)
+    with pytest.raises(InvalidStepError, match="sequences 1 and 2 have states in block 2"):
+        session.apply(decode_scheduler_output(message, WITH_STATES))
+
+
+@pytest.fixture
+def message_of() -> Callable[..., Any]:
+    """A step with sequence 1, and its block tables in two groups."""
+
+    def make(*tables: list[int]) -> pb.SchedulerOutput:
+        message = pb.SchedulerOutput(epoch=1, step_id=1, sequence_ids=[1])
+        new = message.new_sequences.add(sequence_id=1, token_ids=[1], num_prompt_tokens=1, block_ids=tables[0])
+        for table in tables[1:]:
+            new.further_tables.add(block_ids=table)
+        return message
+
+    return make

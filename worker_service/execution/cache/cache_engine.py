@@ -11,8 +11,9 @@ from torch import Tensor
 from kernels.attention.narrow_cache import stored_size
 from kernels.backends import ops_for
 from kernels.inputs import upload
-from worker_service.execution.cache.layer_groups import LayerGroup
+from worker_service.execution.cache.layer_groups import LayerGroup, page_bytes
 from worker_service.models.causal_model import GroupedCache, LayerCache
+from worker_service.models.layer_needs import LayerStates
 from worker_service.session.step import BlockMapping, SchedulerOutput
 
 _MEASURED_BLOCKS = 8
@@ -20,45 +21,42 @@ _MEASURED_BLOCKS = 8
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Keys and values of `block_size` tokens in all layers or, with groups, in the layers of one group. Layout:
-    `kernels.ops`; 8-bit: `kernels.attention.narrow_cache`."""
+    """Keys and values of `block_size` tokens in all layers or, with groups, the needs of the layers of one group.
+    Layout: `kernels.ops`; 8-bit: `kernels.attention.narrow_cache`."""
 
     num_layers: int
     block_size: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    """Type of keys and values."""
     groups: tuple[LayerGroup, ...] = ()
-    """The groups of layers, if there are several."""
+    """The groups of layers, if there are several or if layers have states."""
     kv_parts: int = 2
     """1 if a head's key is also its value (see `kernels.reference`)."""
-
-    @property
-    def _token_elements(self) -> int:
-        """Elements of one token's keys and values in one layer."""
-        return self.kv_parts * self.num_kv_heads * stored_size(self.head_dim, self.dtype)
-
-    @property
-    def _size(self) -> int:
-        """Tokens of a block, counted for each layer."""
-        return max((group.size for group in self.groups), default=self.num_layers * self.block_size)
+    state_dtype: torch.dtype = torch.float32
+    """The network's type, which states have that are not always float32."""
 
     @property
     def block_bytes(self) -> int:
-        return self._size * self._token_elements * self.dtype.itemsize
+        if self.groups:
+            return page_bytes(self.groups)
+        head = stored_size(self.head_dim, self.dtype)
+        return self.num_layers * self.block_size * self.kv_parts * self.num_kv_heads * head * self.dtype.itemsize
 
     @property
     def span(self) -> int:
         """Tokens in a whole number of each group's blocks."""
-        return math.lcm(*(group.block_size for group in self.groups)) if self.groups else self.block_size
+        sizes = [group.block_size for group in self.groups if group.block_size]
+        return math.lcm(*sizes) if sizes else self.block_size
 
     def allocate(self, num_blocks: int, device: torch.device, pinned: bool = False) -> Tensor:
         """A pool of uninitialised blocks, [num_blocks, num_layers, kv_parts, block_size, num_kv_heads, elements of a
-        head] or, with groups, [num_blocks, elements of a block]."""
-        shape: tuple[int, ...] = (num_blocks, self._size * self._token_elements)
-        if not self.groups:
-            head = stored_size(self.head_dim, self.dtype)
-            shape = (num_blocks, self.num_layers, self.kv_parts, self.block_size, self.num_kv_heads, head)
+        head] or, with groups, [num_blocks, bytes of a block] uint8."""
+        if self.groups:
+            return torch.empty((num_blocks, self.block_bytes), dtype=torch.uint8, device=device, pin_memory=pinned)
+        head = stored_size(self.head_dim, self.dtype)
+        shape = (num_blocks, self.num_layers, self.kv_parts, self.block_size, self.num_kv_heads, head)
         return torch.empty(shape, dtype=self.dtype, device=device, pin_memory=pinned)
 
     def view(self, blocks: Tensor) -> Tensor | GroupedCache:
@@ -67,11 +65,12 @@ class CacheShape:
             return blocks
         layers: dict[int, LayerCache] = {}
         for number, group in enumerate(self.groups):
-            of_layer = group.block_size * self._token_elements
             for place, layer in enumerate(group.layers):
-                part = blocks[:, place * of_layer : (place + 1) * of_layer]
-                shape = (self.kv_parts, group.block_size, self.num_kv_heads, stored_size(self.head_dim, self.dtype))
-                layers[layer] = LayerCache(part.unflatten(1, shape), number)  # type: ignore[no-untyped-call]
+                part = blocks[:, place * group.layer_bytes : (place + 1) * group.layer_bytes]
+                if isinstance(group.needs, LayerStates):
+                    layers[layer] = LayerCache(group.needs.view(part, self.state_dtype), number)
+                else:
+                    layers[layer] = LayerCache(group.needs.view(part, group.block_size, self.dtype), number)
         return GroupedCache([layers[layer] for layer in sorted(layers)], [group.block_size for group in self.groups])
 
 

@@ -1,73 +1,187 @@
-"""Divides a network's layers into groups whose keys and values stay in the cache equally long.
+"""Divides a network's layers into groups that hold cache alike: keys and values of one size, of all tokens or of a
+window, or states.
 
-The blocks of all groups have the same number of bytes, so that one pool serves all: a group with fewer layers has more
-tokens in a block. (vLLM's hybrid KV cache manager has equally many layers in each group instead, and more groups.)
+The blocks of all groups have the same number of bytes, so that one pool serves all. A group with fewer bytes a token
+has more tokens in a block. A sequence has one block in a group with states, so layers with large states are divided
+into several groups, and the other groups' blocks get more tokens. (vLLM's hybrid KV cache manager has equally many
+layers in each group instead, and more groups.)
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import lcm
 
+import torch
+
+from worker_service.models.layer_needs import LayerKeys, LayerNeeds, has_one_kind
+
+MAX_GROUPS = 8
+"""Groups of a model. Each costs a step's planning a block table."""
 MAX_SPAN = 256
 """Tokens. Prefixes are cached at multiples of a span, the least common multiple of the groups' blocks."""
 MAX_UNUSED = 0.1
 """Maximum unused share of a block's bytes."""
 MAX_UNUSED_WITHOUT_WINDOW = 0.05
 """Maximum unused share of blocks for layers without a window, which hold most blocks of long contexts."""
-
-
 MAX_SHARE = 0.9
 """Memory of a long context with groups, as a share of the memory without. Above it, there are no groups."""
+_TYPICAL_LEN = 8192
+"""Tokens of the sequence whose unused bytes are counted if layers have states."""
+_ALIGNMENT = 64
+"""Bytes. Blocks begin at multiples of it, so that states of any type can be read."""
 
 
 @dataclass(frozen=True)
 class LayerGroup:
     layers: tuple[int, ...]
-    """Numbers of the layers in the network."""
+    """Numbers of the layers' needs."""
     window: int
     """Tokens that each token attends to, including itself; 0 means all. The largest of the layers' windows."""
     block_size: int
-    """Tokens of a block."""
+    """Tokens of a block; 0 if the layers have states."""
+    needs: LayerNeeds
+    """Each layer's, but for the windows."""
+    layer_bytes: int
+    """Bytes of a block for each layer."""
 
     @property
-    def size(self) -> int:
-        """Tokens of a block, counted for each layer."""
-        return len(self.layers) * self.block_size
+    def num_bytes(self) -> int:
+        """Used bytes of a block."""
+        return len(self.layers) * self.layer_bytes
 
 
-def group_layers(windows: Sequence[int | None], block_size: int, max_model_len: int) -> tuple[LayerGroup, ...]:
-    """The group of layers without a window, then the group of layers with a window; () if all layers are of one kind.
+def group_layers(
+    layers: Sequence[LayerNeeds],
+    block_size: int,
+    max_model_len: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype | None = None,
+) -> tuple[LayerGroup, ...]:
+    """Groups without a window, with a window, and with states, in this order; () if all layers keep keys of one size
+    and groups would save no memory.
 
-    windows: each layer's window in tokens. A window of `max_model_len` tokens or more counts as no window.
-    block_size: tokens of a block in the group with more layers.
-    """
-    limited = [window is not None and window < max_model_len for window in windows]
-    whole = tuple(number for number, is_limited in enumerate(limited) if not is_limited)
-    recent = tuple(number for number, is_limited in enumerate(limited) if is_limited)
-    if not whole or not recent:
+    block_size: minimum tokens of a block in the group with most bytes a token. A window of `max_model_len` tokens or
+    more counts as no window. cache_dtype: that of keys and values, if it is another. Raises ValueError if there are too
+    many kinds of layers."""
+    keys, states = _kinds(layers, max_model_len, dtype, cache_dtype or dtype)
+    if len(keys) + len(states) > MAX_GROUPS:
+        raise ValueError(f"its layers have caches of {len(keys) + len(states)} kinds, and {MAX_GROUPS} are supported")
+    if states:
+        return _with_states(keys, states, block_size, min(max_model_len, _TYPICAL_LEN))
+    if len(keys) <= 1:
         return ()
-    window = max(window for window in windows if window is not None and window < max_model_len)
-    fewer, more = sorted((whole, recent), key=len)
-    tokens = _tokens_of_fewer(len(fewer), len(more), block_size, fewer is whole)
-    sizes = {len(more): block_size} | {len(fewer): tokens}
-    groups = LayerGroup(whole, 0, sizes[len(whole)]), LayerGroup(recent, window, sizes[len(recent)])
-    of_a_token = max(group.size for group in groups) / groups[0].block_size  # in a long context
-    return groups if of_a_token <= MAX_SHARE * len(windows) else ()
+    groups = _sized(keys, block_size)
+    if not has_one_kind(layers):
+        return groups
+    page = max(group.num_bytes for group in groups)
+    of_a_token = sum(page / group.block_size for group in groups if not group.window)  # in a long context
+    return groups if of_a_token <= MAX_SHARE * sum(kind.num_bytes for kind in keys) else ()
 
 
-def _tokens_of_fewer(num_fewer: int, num_more: int, block_size: int, is_whole: bool) -> int:
-    """Block size in tokens of the group with fewer layers. Among sizes that leave few bytes unused, the one with the
-    smallest span."""
+def page_bytes(groups: Sequence[LayerGroup]) -> int:
+    """Bytes of a block in every group."""
+    return -(-max(group.num_bytes for group in groups) // _ALIGNMENT) * _ALIGNMENT
+
+
+def unused_share(groups: Sequence[LayerGroup], num_tokens: int) -> float:
+    """Share of the bytes of one sequence's blocks that keep nothing."""
+    page, held, used = page_bytes(groups), 0, 0
+    for group in groups:
+        kept = min(num_tokens, group.window or num_tokens)
+        held += page * (-(-kept // group.block_size) if group.block_size else 1)
+        used += group.num_bytes * kept // group.block_size if group.block_size else group.num_bytes
+    return 1 - used / held
+
+
+def _kinds(
+    layers: Sequence[LayerNeeds], max_model_len: int, dtype: torch.dtype, cache_dtype: torch.dtype
+) -> tuple[list[LayerGroup], list[LayerGroup]]:
+    """The kinds of layers with keys, with blocks of one token, and those with states."""
+    found: defaultdict[tuple[LayerNeeds, bool], list[int]] = defaultdict(list)
+    windows: dict[tuple[LayerNeeds, bool], int] = {}
+    for number, needs in enumerate(layers):
+        window = (needs.window if isinstance(needs, LayerKeys) else None) or 0
+        window = window if window < max_model_len else 0
+        kind = (replace(needs, window=None) if isinstance(needs, LayerKeys) else needs), window > 0
+        found[kind].append(number)
+        windows[kind] = max(windows.get(kind, 0), window)
+    keys, states = [], []
+    for (needs, is_limited), numbers in sorted(found.items(), key=lambda kind: kind[0][1]):
+        window = windows[needs, is_limited]
+        if isinstance(needs, LayerKeys):
+            keys.append(LayerGroup(tuple(numbers), window, 1, needs, needs.token_bytes(cache_dtype)))
+        else:
+            states.append(LayerGroup(tuple(numbers), 0, 0, needs, needs.num_bytes(dtype)))
+    return keys, states
+
+
+def _sized(keys: Sequence[LayerGroup], block_size: int) -> tuple[LayerGroup, ...]:
+    """Groups whose blocks have nearly the same bytes. block_size: tokens of a block in the group with most bytes."""
+    largest = max(keys, key=lambda kind: kind.num_bytes)
+    span, page = block_size, largest.num_bytes * block_size
+    groups = []
+    for kind in keys:
+        tokens = block_size if kind is largest else _tokens(kind, largest, page, span)
+        span = lcm(span, tokens)
+        groups.append(replace(kind, block_size=tokens, layer_bytes=tokens * kind.layer_bytes))
+    return tuple(groups)
+
+
+def _tokens(smaller: LayerGroup, larger: LayerGroup, page: int, span: int) -> int:
+    """Block size in tokens of the group with fewer bytes. Among sizes that leave few bytes unused, the size with the
+    smallest span.
+
+    page: bytes of the larger group's blocks. span: that of the groups before."""
 
     def unused(tokens: int) -> tuple[float, float]:
-        """Unused shares of the blocks without and with a window."""
-        page = max(num_fewer * tokens, num_more * block_size)
-        of_fewer, of_more = 1 - num_fewer * tokens / page, 1 - num_more * block_size / page
-        return (of_fewer, of_more) if is_whole else (of_more, of_fewer)
+        """Unused shares of both groups' blocks."""
+        own = smaller.num_bytes * tokens
+        return 1 - own / max(own, page), 1 - page / max(own, page)
 
-    exact = num_more * block_size // num_fewer
-    sizes = [size for size in range(1, 2 * exact + 1) if lcm(size, block_size) <= max(MAX_SPAN, block_size)]
-    good = [size for size in sizes if unused(size)[0] <= MAX_UNUSED_WITHOUT_WINDOW and unused(size)[1] <= MAX_UNUSED]
+    most = [MAX_UNUSED if group.window else MAX_UNUSED_WITHOUT_WINDOW for group in (smaller, larger)]
+    exact = page // smaller.num_bytes
+    sizes = [size for size in range(1, 2 * exact + 1) if lcm(size, span) <= max(MAX_SPAN, span)]
+    good = [size for size in sizes if all(share <= limit for share, limit in zip(unused(size), most, strict=True))]
     if good:
-        return min(good, key=lambda size: (lcm(size, block_size), unused(size)))
+        return min(good, key=lambda size: (lcm(size, span), unused(size)))
     return min(sizes, key=lambda size: max(unused(size)))
+
+
+def _with_states(
+    keys: Sequence[LayerGroup], states: Sequence[LayerGroup], block_size: int, num_tokens: int
+) -> tuple[LayerGroup, ...]:
+    """The groups with the smallest blocks that leave few bytes of a sequence of `num_tokens` tokens unused, or else
+    with the fewest unused bytes. Without keys, the fewest groups are best."""
+
+    def cost(groups: tuple[LayerGroup, ...]) -> tuple[float, ...]:
+        unused = unused_share(groups, num_tokens)
+        size = page_bytes(groups) if keys else 0
+        return (max(unused, MAX_UNUSED), size, len(groups), unused)
+
+    return min(_layouts(keys, states, block_size), key=cost)
+
+
+def _layouts(
+    keys: Sequence[LayerGroup], states: Sequence[LayerGroup], block_size: int
+) -> Iterator[tuple[LayerGroup, ...]]:
+    """Groups for every number of layers with states in a block."""
+    largest = max((kind.num_bytes for kind in keys), default=0)
+    for kind in states:
+        for num_layers in range(1, len(kind.layers) + 1):
+            size = max(num_layers * kind.layer_bytes, *(other.layer_bytes for other in states))
+            sized: tuple[LayerGroup, ...] = ()
+            if keys:
+                sized = _sized(keys, block_size * max(1, -(-size // (largest * block_size))))
+                size = max(size, *(group.num_bytes for group in sized))
+            divided = [group for kind in states for group in _divided(kind, size // kind.layer_bytes)]
+            if len(sized) + len(divided) <= MAX_GROUPS:
+                yield (*sized, *divided)
+
+
+def _divided(kind: LayerGroup, most: int) -> Iterator[LayerGroup]:
+    """Groups of equally many layers of one kind, at most `most`."""
+    num_groups = -(-len(kind.layers) // most)
+    size = -(-len(kind.layers) // num_groups)
+    for start in range(0, len(kind.layers), size):
+        yield replace(kind, layers=kind.layers[start : start + size])

@@ -13,6 +13,7 @@ from worker_service.loading.tokenizer_files import vocabulary
 from worker_service.models.causal_model import CausalModel
 from worker_service.models.decoders.decoder import Decoder
 from worker_service.models.decoders.head_layer import Head
+from worker_service.models.layer_needs import has_one_kind, needs_of
 from worker_service.settings import WorkerSettings
 from worker_service.speculation.drafter import Proposer
 from worker_service.speculation.ngram import Ngrams
@@ -69,6 +70,8 @@ def open_proposer_loader(
     if speculation.model is None or speculation.method != "draft_model":
         return _HeadLoader(settings, max_model_len, open_head(speculation, settings, target))
     draft = Network.open(speculation.model, settings, target.device, target.ranks)
+    if (needs := needs_of(draft.config, draft.shape.num_kv_heads)) and not has_one_kind(needs):
+        raise StartError(f"{flag}: layers of the draft model {speculation.model} keep caches of different kinds")
     ours, theirs = (vocabulary(network.tokenizer_files) for network in (target, draft))
     if ours != theirs:
         raise StartError(f"the draft model {speculation.model} has another vocabulary than {target.model_id}")

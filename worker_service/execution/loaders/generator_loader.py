@@ -24,6 +24,7 @@ from worker_service.execution.startup.profiling import measure_encoder_decoder, 
 from worker_service.execution.steps.decode_graphs import capture
 from worker_service.execution.steps.encoder_decoder_runner import EncoderDecoderRunner
 from worker_service.execution.steps.model_runner import ModelRunner, Runner
+from worker_service.models.layer_needs import LayerNeeds, LayerStates, has_one_kind, needs_of
 from worker_service.parallel.ranks import Ranks
 from worker_service.progress import stage
 from worker_service.session.step import LayerLimits, Limits, WorkerInfo
@@ -48,7 +49,10 @@ class GeneratorLoader(Loader):
         follows = settings.forms and ranks.size == 1
         # The process for output forms starts while the model is being loaded.
         self._forms = Forms.load(target.tokenizer_files, config.vocabulary_size) if follows else None
-        self._shapes = [replace(target.shape, groups=self._groups()), *self._proposer_loader.shapes]
+        groups = self._groups(needs_of(config, target.shape.num_kv_heads))
+        if groups:  # each group has its own window
+            self._sliding_window = 0
+        self._shapes = [replace(target.shape, groups=groups), *self._proposer_loader.shapes]
         self._block_bytes = ranks.gather_numbers(sum(shape.block_bytes for shape in self._shapes))
         self._room = AdapterRoom(settings.max_loras, settings.max_lora_rank, settings.max_cpu_loras)
         self._num_device_blocks = 0
@@ -57,14 +61,35 @@ class GeneratorLoader(Loader):
         self._cache: CacheEngine
         self._proposer: Proposer | None = None
 
-    def _groups(self) -> tuple[LayerGroup, ...]:
+    def _groups(self, needs: Sequence[LayerNeeds]) -> tuple[LayerGroup, ...]:
         """The groups of layers in the KV cache. CUDA graphs and networks that draft have one block table for each
-        sequence. A step has room for the span of the groups' blocks."""
+        sequence. A step has room for the span of the groups' blocks. Raises StartError if the layers' needs differ and
+        the settings exclude groups."""
         target, settings = self.target, self.settings
-        if settings.disable_hybrid_kv_cache_manager or target.device.type != "cpu" or self._proposer_loader.shapes:
-            return ()
-        groups = group_layers(target.config.windows, settings.block_size, self.max_model_len)
-        return groups if replace(target.shape, groups=groups).span <= settings.max_num_batched_tokens else ()
+        reason, name = "", target.model_id
+        if settings.disable_hybrid_kv_cache_manager:
+            reason = f"--disable-hybrid-kv-cache-manager: layers of {name} keep caches of different kinds"
+        elif target.device.type != "cpu":
+            reason = f"layers of {name} keep caches of different kinds, which CPUs support only: set --device cpu"
+        elif settings.speculation is not None and any(isinstance(layer, LayerStates) for layer in needs):
+            reason = f"{settings.speculation.flag}: {name} keeps states, which rejected drafts would have changed"
+        elif self._proposer_loader.shapes:
+            assert settings.speculation is not None
+            reason = f"{settings.speculation.flag}: layers of {name} keep caches of different kinds"
+        else:
+            try:
+                groups = group_layers(needs, settings.block_size, self.max_model_len, target.dtype, target.shape.dtype)
+            except ValueError as error:
+                raise StartError(f"{name} is not supported: {error}") from error
+            span, most = replace(target.shape, groups=groups).span, settings.max_num_batched_tokens
+            if span <= most:
+                return groups
+            reason = (
+                f"--max-num-batched-tokens is {most}; it must be at least {span}, as many tokens as blocks of {name}"
+            )
+        if needs and not has_one_kind(needs):
+            raise StartError(reason)
+        return ()
 
     def check(self) -> list[int]:
         return self.target.check(self._room) + self._proposer_loader.check()

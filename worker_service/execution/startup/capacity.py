@@ -90,8 +90,10 @@ def count_device_blocks(
 def blocks_of(num_tokens: int, shape: CacheShape, sliding_window: int, chunk: int) -> int:
     """Blocks of one sequence. chunk: tokens of the largest step."""
     groups = [(group.block_size, group.window) for group in shape.groups] or [(shape.block_size, sliding_window)]
-    numbers = ((-(-num_tokens // size), (window + chunk - 3) // size + 2, window) for size, window in groups)
-    return sum(min(whole, recent) if window else whole for whole, recent, window in numbers)
+    with_keys = [(size, window) for size, window in groups if size]
+    numbers = ((-(-num_tokens // size), (window + chunk - 3) // size + 2, window) for size, window in with_keys)
+    num_states = len(groups) - len(with_keys)
+    return num_states + sum(min(whole, recent) if window else whole for whole, recent, window in numbers)
 
 
 def _too_little(

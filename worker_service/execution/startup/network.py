@@ -95,6 +95,7 @@ class Network:
                 config.head_dim,
                 _CACHE_TYPES.get(settings.kv_cache_dtype, dtype),
                 kv_parts=config.kv_parts,
+                state_dtype=dtype,
             ),
             cuts,
             device,

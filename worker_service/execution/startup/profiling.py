@@ -38,7 +38,8 @@ def measure_prefill(
     lengths = [length + 1] * num_longer + [length] * (num_seqs - num_longer)
     longest = min(max(lengths), model.config.max_model_len)
     block_size, *further_sizes = [group.block_size for group in shape.groups] or [shape.block_size]
-    blocks = range(-(-longest // min([block_size, *further_sizes])))
+    sizes = [size for size in (block_size, *further_sizes) if size]
+    blocks = range(-(-longest // min(sizes, default=longest)))
     # All sequences use the same blocks, because the results do not matter.
     chunks = [
         ScheduledChunk(

@@ -50,7 +50,8 @@ def build_batch(
 ) -> Batch:
     """Build the tensors in host memory, and copy each to the device as a whole. At least one chunk is required.
 
-    further_sizes: tokens of a block in further groups of layers."""
+    further_sizes: tokens of a block in further groups of layers. 0: the layers have states, in one block for each
+    sequence."""
     starts = np.array([chunk.start for chunk in chunks])
     stops = np.array([chunk.stop for chunk in chunks])
     query_lens = stops - starts
@@ -63,12 +64,12 @@ def build_batch(
         token_ids[query_start[row] : query_start[row + 1]] = chunk.token_ids
 
     def place(group: int, size: int) -> tuple[Tensor, AttentionMetadata]:
-        num_blocks = -(-stops // size)
+        num_blocks = -(-stops // size) if size else np.ones_like(stops)
         block_tables = np.zeros((len(chunks), num_blocks.max()), dtype=np.int64)
         for row, chunk in enumerate(chunks):
             table = chunk.sequence.further_tables[group - 1] if group else chunk.sequence.block_ids
             block_tables[row, : num_blocks[row]] = table[: num_blocks[row]]
-        slots = block_tables[sequence, positions // size] * size + positions % size
+        slots = block_tables[sequence, positions // size] * size + positions % size if size else positions[:0]
         metadata = AttentionMetadata.build(query_lens.tolist(), stops.tolist(), torch.from_numpy(block_tables), device)
         return upload(slots, torch.int64, device), metadata
 

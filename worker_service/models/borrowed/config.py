@@ -13,6 +13,7 @@ from worker_service.models.config.config_keys import check_generates
 from worker_service.models.config.rope import scaled_length
 from worker_service.models.config.transformers_json import parse
 from worker_service.models.config.transformers_keys import check_known, rope_parameters_of
+from worker_service.models.layer_needs import LayerNeeds
 
 _LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length")
 """Names of the maximum sequence length; the first that is stated counts."""
@@ -73,25 +74,29 @@ class TransformersConfig:
         return self.needs.hidden_size
 
     @property
+    def layer_needs(self) -> tuple[LayerNeeds, ...]:
+        return self.needs.keys
+
+    @property
     def num_layers(self) -> int:
-        return self.needs.num_layers
+        return len(self.layer_needs)
 
     @property
     def num_kv_heads(self) -> int:
-        return self.needs.num_kv_heads
+        return self.needs.keys[0].num_kv_heads
 
     @property
     def head_dim(self) -> int:
         """Elements of a head's key; values have as many."""
-        return self.needs.head_dim
+        return self.needs.keys[0].head_dim
 
     @property
     def sliding_window(self) -> int | None:
-        return widest(self.needs.windows)
+        return widest(self.windows)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        return self.needs.windows
+        return tuple(layer.window for layer in self.needs.keys)
 
 
 def _why_not(network: Any, network_class: Any) -> str | None:
@@ -135,7 +140,7 @@ def _check_rotary_dims(network: Any, needs: Survey) -> None:
                 f"its rotary embeddings are of type {kind}, but the code of {network.model_type} rotates no heads"
             )
         share = parameters.get("partial_rotary_factor")
-        if share is not None and int(needs.head_dim * share) not in needs.rotary_dims:
+        if share is not None and int(needs.keys[0].head_dim * share) not in needs.rotary_dims:
             raise ValueError(
                 f"partial_rotary_factor is {share}, and the code of {network.model_type} rotates other parts of a head"
             )

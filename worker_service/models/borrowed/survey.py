@@ -15,15 +15,13 @@ from worker_service.models.borrowed.attention import NAME, Softmax, within
 from worker_service.models.borrowed.network import Body, attention_of
 from worker_service.models.borrowed.weights import checkpoint_places, tied_tensors
 from worker_service.models.config.config_limits import check_padding
+from worker_service.models.layer_needs import LayerKeys, has_one_kind
 
 
 @dataclass(frozen=True)
 class Survey:
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    windows: tuple[int | None, ...]
-    """See `ModelConfig.windows`."""
+    keys: tuple[LayerKeys, ...]
+    """Keys and values, in the order of the network's calls."""
     hidden_size: int
     tied: Mapping[str, str]
     """See `ModelConfig.tied`."""
@@ -41,7 +39,7 @@ class _Observer:
     """An `Attention` that records shapes and options, and computes nothing."""
 
     def __init__(self) -> None:
-        self.shapes: list[tuple[int, int]] = []
+        self.keys: list[LayerKeys] = []
         self.options: list[Softmax] = []
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
@@ -52,7 +50,7 @@ class _Observer:
             )
         if softmax.window is not None and softmax.window < 1:
             raise ValueError(f"its sliding_window is {softmax.window}; it must be at least 1")
-        self.shapes.append((key.shape[1], key.shape[2]))
+        self.keys.append(LayerKeys(key.shape[1], key.shape[2], window=softmax.window))
         self.options.append(softmax)
         return torch.empty_like(query)
 
@@ -89,19 +87,19 @@ def survey(network_class: Any, config: Any) -> Survey:
     has_slopes = all(softmax.slopes is not None for softmax in observer.options)
     if not (body.takes_positions or has_slopes):
         raise ValueError("its code takes no positions")
-    if not observer.shapes:
+    keys = observer.keys
+    if not keys:
         raise ValueError("it has no layer with attention")
     text = config.get_text_config(decoder=True)
     num_layers = getattr(text, "decoder_layers", text.num_hidden_layers)
-    if len(observer.shapes) < num_layers:
-        raise ValueError(f"{len(observer.shapes)} of its {num_layers} layers use an attention that can be replaced")
-    if len(set(observer.shapes)) > 1:
-        sizes = " and ".join(f"{heads} x {size}" for heads, size in sorted(set(observer.shapes)))
+    if len(keys) < num_layers:
+        raise ValueError(f"{len(keys)} of its {num_layers} layers use an attention that can be replaced")
+    if not has_one_kind(keys):
+        known = sorted({(layer.num_kv_heads, layer.head_dim) for layer in keys})
+        sizes = " and ".join(f"{heads} x {size}" for heads, size in known)
         raise ValueError(f"its layers have keys of different sizes, {sizes}")
     return Survey(
-        len(observer.shapes),
-        *observer.shapes[0],
-        tuple(softmax.window for softmax in observer.options),
+        tuple(keys),
         hidden.shape[-1],
         {name: other for name, (_, other) in tied_tensors(network).items()},
         tuple(network._keys_to_ignore_on_load_unexpected or ()),
