@@ -36,6 +36,10 @@ BENCHES = {
         "bench.model.packed",
         "token rates of a GGUF file with its stored weights, in 4 bits and in bfloat16, compared with llama.cpp",
     ),
+    "states": (
+        "bench.model.states",
+        "the time of operations on states, such as linear attention's, compared with transformers' functions",
+    ),
     "adapters": (
         "bench.model.adapters",
         "token rates with 1, 4 and 16 adapters, compared with the base model and with adapters in vLLM",

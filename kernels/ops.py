@@ -1,6 +1,6 @@
 """The interface of a backend for a decoder layer: a module with one function for each method of `Ops`.
-`kernels.reference`, `kernels.composed` and `kernels.linear.experts` define the operations; backends use these functions
-where they have no faster kernel."""
+`kernels.reference`, `kernels.states`, `kernels.composed` and `kernels.linear.experts` define the operations; backends
+use these functions where they have no faster kernel."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -166,3 +166,37 @@ class Ops(Protocol):
     def add_lora(self, y: Tensor, x: Tensor, slots: Tensor, weights: LoraWeights) -> None: ...
 
     def copy_blocks(self, cache: Tensor, sources: Tensor, destinations: Tensor) -> None: ...
+
+    def short_convolution(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        states: Tensor,
+        metadata: AttentionMetadata,
+        activation: str | None,
+    ) -> Tensor: ...
+
+    def gated_delta_rule(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor | None,
+        states: Tensor,
+        metadata: AttentionMetadata,
+        normalize: bool,
+    ) -> Tensor: ...
+
+    def selective_scan(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        d: Tensor | None,
+        states: Tensor,
+        metadata: AttentionMetadata,
+    ) -> Tensor: ...

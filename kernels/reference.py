@@ -4,6 +4,7 @@ copy. `layer_cache` is the view `cache[:, layer]`. A slot is `block * block_size
 (DeepSeek-AI, 2024), the third dimension is 1: a head's key is also its value."""
 
 import sys
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
 from typing import cast
@@ -22,9 +23,18 @@ from kernels.linear.experts import grouped_float8 as grouped_float8
 from kernels.linear.experts import grouped_linear as grouped_linear
 from kernels.linear.experts import pack_batch_invariant as pack_batch_invariant
 from kernels.ops import Activation, ClampedSwiglu, GroupedWeight, LoraWeights, MxFloat4Weight, Ops, Product, Table
+from kernels.states import gated_delta_rule as gated_delta_rule
+from kernels.states import selective_scan as selective_scan
+from kernels.states import short_convolution as short_convolution
 
-ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
-"""Names of functions of `gated_activation`."""
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "gelu": functional.gelu,
+    "sigmoid": torch.sigmoid,
+    "softplus": functional.softplus,
+}
+"""Functions of `gated_activation`."""
 
 WIDE_PRODUCTS = False
 GROUPED_PRODUCTS = False
@@ -138,11 +148,7 @@ def gated_activation(x: Tensor, activation: Activation) -> Tensor:
         gate, up = x.float()[..., ::2].clamp(max=limit), x.float()[..., 1::2].clamp(-limit, limit)
         return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(x.dtype)
     gate, up = x.float().chunk(2, dim=-1)
-    if activation == "silu":
-        activated = functional.silu(gate)
-    else:
-        activated = functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
-    return (activated * up).to(x.dtype)
+    return (ACTIVATIONS[activation](gate) * up).to(x.dtype)
 
 
 def add_lora(y: Tensor, x: Tensor, slots: Tensor, weights: LoraWeights) -> None:

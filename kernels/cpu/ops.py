@@ -17,6 +17,7 @@ from kernels.linear.quantization import W8A8_GROUP, WEIGHT_GROUP, quantize_int4,
 from kernels.ops import Activation, ClampedSwiglu, GroupedWeight, LoraWeights, MxFloat4Weight, Ops, Product, Table
 from kernels.sampling.eager import Draws
 from kernels.sampling.log_probabilities import log_probabilities as log_probabilities
+from kernels.states import check_activation
 
 _built = [name for name in supported() if library_path(name).exists()]
 if not _built:
@@ -181,6 +182,49 @@ def pack_mx_float4(weight: MxFloat4Weight, wide: bool = False) -> Product | None
 pack_float8 = partial(composed.pack_float8, cast(Ops, sys.modules[__name__]))
 
 
+def short_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    metadata: AttentionMetadata,
+    activation: str | None,
+) -> Tensor:
+    check_activation(activation)
+    output: Tensor = _library.short_convolution(x, weight, bias, states, *_sequences(metadata), activation == "silu")
+    return output
+
+
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor | None,
+    states: Tensor,
+    metadata: AttentionMetadata,
+    normalize: bool,
+) -> Tensor:
+    decay, beta = _floats(decay), None if beta is None else _floats(beta)
+    output: Tensor = _library.gated_delta_rule(query, key, value, decay, beta, states, *_sequences(metadata), normalize)
+    return output
+
+
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    states: Tensor,
+    metadata: AttentionMetadata,
+) -> Tensor:
+    d = None if d is None else _floats(d)
+    output: Tensor = _library.selective_scan(x, _floats(dt), _floats(a), b, c, d, states, *_sequences(metadata))
+    return output
+
+
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     token_ids, largest = _library.greedy(logits.contiguous())
     return token_ids, largest
@@ -202,6 +246,14 @@ def draw(logits: Tensor, largest: Tensor, draws: Draws) -> Tensor:
         draws.top_p,
     )
     return token_ids
+
+
+def _sequences(metadata: AttentionMetadata) -> tuple[Tensor, Tensor, Tensor]:
+    return metadata.query_start, metadata.context_lens, metadata.block_tables
+
+
+def _floats(numbers: Tensor) -> Tensor:
+    return numbers.float().contiguous()
 
 
 class _Packed:

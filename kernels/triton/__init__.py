@@ -3,6 +3,7 @@ set before triton's import, the kernels run slowly on a CPU, as in tests without
 memory: blocks are contiguous, so torch's `copy_` uses the copy engine while kernels run."""
 
 from kernels.reference import pack_grouped, pack_int4, pack_int8, pack_mx_float4, pack_w8a8, wide_itemsize
+from kernels.states import gated_delta_rule, selective_scan, short_convolution
 from kernels.triton.attention.attention_by_position import shared_tokens
 from kernels.triton.attention.copy_blocks import copy_blocks
 from kernels.triton.attention.paged_attention import paged_attention
@@ -29,6 +30,7 @@ __all__ = [
     "combine_rows",
     "copy_blocks",
     "gated_activation",
+    "gated_delta_rule",
     "grouped_float8",
     "grouped_linear",
     "pack",
@@ -43,7 +45,9 @@ __all__ = [
     "qkv_attention",
     "rms_norm",
     "rotary_embedding",
+    "selective_scan",
     "shared_tokens",
+    "short_convolution",
     "store_kv",
     "wide_itemsize",
 ]

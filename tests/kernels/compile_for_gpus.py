@@ -124,7 +124,7 @@ def launches(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "heads of 256 in e4m3", lambda: attention(500, 2000, head_dim=256, cache_dtype=FLOAT8)
     yield "qkv_attention in e4m3", lambda: qkv_attention((empty(128), empty(128)), FLOAT8)
     yield "round_rows", lambda: round_rows(empty(5, 4096))
-    for activation in ("silu", "gelu", "gelu_tanh", ClampedSwiglu(1.7, 7.0)):
+    for activation in ("silu", "gelu", "gelu_tanh", "sigmoid", "softplus", ClampedSwiglu(1.7, 7.0)):
         yield str(activation), lambda activation=activation: ops.gated_activation(empty(5, 2048), activation)
     rows = empty(5, dtype=torch.int32)
     for starts in ((0, 6144), (0, 3072, 6144), (0, 4096, 5120, 6144)):

@@ -4,37 +4,21 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <map>
+#include <string>
+
 #include "attention.h"
 #include "checks.h"
 #include "layer.h"
 #include "lora.h"
 #include "packing.h"
 #include "sampling.h"
+#include "states.h"
 
 namespace pagewire {
 namespace {
 
 using at::Tensor;
-
-template <typename F>
-void for_type(const Tensor& tensor, const F& apply) {
-  switch (tensor.scalar_type()) {
-    case at::kFloat: return apply(float());
-    case at::kHalf: return apply(at::Half());
-    case at::kBFloat16: return apply(at::BFloat16());
-    default: TORCH_CHECK(false, "tensors must be float32, float16 or bfloat16, not ", tensor.scalar_type());
-  }
-}
-
-// Calls apply(element type of `tensor`, element type of `other`); `tensor` is float32 or of the type of `other`.
-template <typename F>
-void for_types(const Tensor& tensor, const Tensor& other, const F& apply) {
-  TORCH_CHECK(tensor.scalar_type() == at::kFloat || tensor.scalar_type() == other.scalar_type(),
-              "a tensor of ", tensor.scalar_type(), " does not go with one of ", other.scalar_type());
-  for_type(other, [&](auto type) {
-    tensor.scalar_type() == at::kFloat ? apply(float(), type) : apply(type, type);
-  });
-}
 
 // [tokens, heads, head_dim], contiguous but for the stride between tokens.
 void check_heads(const Tensor& x, const char* name) {
@@ -152,12 +136,17 @@ Tensor gate(const Tensor& x, const F& run) {
 Tensor gated_activation_op(const Tensor& x, const std::string& activation) {
   return gate(x, [&](auto* out, const auto* source, int64_t rows, int64_t length) {
     using T = std::remove_pointer_t<decltype(out)>;
-    const auto run = activation == "silu"        ? gated_activation<T, Activation::kSilu>
-                     : activation == "gelu_tanh" ? gated_activation<T, Activation::kGeluTanh>
-                                                 : gated_activation<T, Activation::kGelu>;
-    TORCH_CHECK(activation == "silu" || activation == "gelu_tanh" || activation == "gelu", "no activation ",
-                activation);
-    run(out, source, rows, length);
+    using enum Activation;
+    using Run = void (*)(T*, const T*, int64_t, int64_t);
+    static const std::map<std::string, Run> kRuns{
+        {"silu", gated_activation<T, kSilu>},
+        {"gelu_tanh", gated_activation<T, kGeluTanh>},
+        {"gelu", gated_activation<T, kGelu>},
+        {"sigmoid", gated_activation<T, kSigmoid>},
+        {"softplus", gated_activation<T, kSoftplus>}};
+    const auto run = kRuns.find(activation);
+    TORCH_CHECK(run != kRuns.end(), "no activation ", activation);
+    run->second(out, source, rows, length);
   });
 }
 
@@ -403,4 +392,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("pack_mx_float4", &pagewire::pack_mx_float4, unlocked);
   module.def("packed_rows", &pagewire::packed_rows, unlocked);
   module.def("linear", &pagewire::linear, unlocked);
+  module.def("short_convolution", &pagewire::short_convolution, unlocked);
+  module.def("gated_delta_rule", &pagewire::gated_delta_rule, unlocked);
+  module.def("selective_scan", &pagewire::selective_scan, unlocked);
 }

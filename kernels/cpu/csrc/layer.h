@@ -163,12 +163,15 @@ void prepare(const Projection<T>& p) {
   });
 }
 
-enum class Activation { kSilu, kGeluTanh, kGelu };
+enum class Activation { kSilu, kGeluTanh, kGelu, kSigmoid, kSoftplus };
 
 template <Activation kKind>
 inline Vec activate(const Vec& x) {
   const Vec one(1.0f), half(0.5f);
   if constexpr (kKind == Activation::kSilu) return x / (one + x.neg().exp());
+  if constexpr (kKind == Activation::kSigmoid) return one / (one + x.neg().exp());
+  if constexpr (kKind == Activation::kSoftplus)  // log(1 + exp(x)), which cannot overflow
+    return at::vec::maximum(x, Vec(0.0f)) + x.abs().neg().exp().log1p();
   if constexpr (kKind == Activation::kGeluTanh)
     return half * x * (one + (Vec(0.7978845608f) * (x + Vec(0.044715f) * x * x * x)).tanh());
   return half * x * (one + (x * Vec(0.7071067812f)).erf());

@@ -6,6 +6,8 @@
     `silu`       g / (1 + exp(-g)).
     `gelu`       g / 2 * (1 + erf(g / sqrt(2))).
     `gelu_tanh`  g * sigmoid(2 * sqrt(2 / pi) * (g + 0.044715 g³)), as with tanh.
+    `sigmoid`    1 / (1 + exp(-g)).
+    `softplus`   log(1 + exp(g)), from exp(-|g|), which cannot overflow.
     `clamped`    g * sigmoid(alpha * g), times up + 1 in place of up, with g and up within a limit.
 
 Oracle: `kernels.reference.gated_activation`.
@@ -54,6 +56,12 @@ def _gated_activation_kernel(
         activated = gate * tl.sigmoid(gate)
     elif activation == "gelu_tanh":
         activated = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    elif activation == "sigmoid":
+        activated = tl.sigmoid(gate)
+    elif activation == "softplus":
+        small = tl.exp(-tl.abs(gate))
+        logarithm = tl.where(small < 1e-3, small * (1.0 - 0.5 * small), tl.log(1.0 + small))
+        activated = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL) + logarithm
     else:
         activated = 0.5 * gate * (1.0 + tl.erf(0.7071067811865476 * gate))
     tl.store(output + row * width + column, (activated * up).to(output.dtype.element_ty), mask=inside)
