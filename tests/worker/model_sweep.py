@@ -1,7 +1,8 @@
 """Every causal type of transformers, compared with transformers in float32: `python tests/worker/model_sweep.py`.
 
 Each type's tiny random network runs in a process of its own, forked from this one, with a time limit. `--write` writes
-the table of docs/models.md, which tests/worker/models/test_model_table.py reads. Names of types select them.
+the table of docs/models.md, which tests/worker/models/test_model_table.py reads. Names of types select them; the table
+keeps the rows of the others.
 """
 
 import argparse
@@ -175,7 +176,9 @@ def main(arguments: Sequence[str]) -> int:
     print(", ".join(f"{count} {status}" for status, count in totals.items()), f"in {time.monotonic() - start:.0f} s")
     if options.write:
         page = PAGE.read_text()
-        PAGE.write_text(TABLE.sub(lambda found: found[1] + table(outcomes) + found[2], page))
+        every = read_table(page) | {outcome.model_type: outcome for outcome in outcomes}
+        rows = table([every[name] for name in TYPES])
+        PAGE.write_text(TABLE.sub(lambda found: found[1] + rows + found[2], page))
     return totals[WRONG] > 0
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fake_decode_graphs import MAX_NUM_ROWS
+from grouped_steps import GroupedSteps
 from torch import Tensor
 from worker_helpers import LIMITS, new_sequence, tokens
 
@@ -22,6 +23,7 @@ from worker_service.execution.startup.network import NO_ADAPTERS
 from worker_service.execution.steps.decode_graphs import DecodeGraphs
 from worker_service.execution.steps.model_runner import ModelRunner
 from worker_service.loading.checkpoint import Checkpoint
+from worker_service.models.causal_model import GroupedCache
 from worker_service.models.decoders.decoder_config import DecoderConfig
 from worker_service.models.decoders.shard import part_of
 from worker_service.models.layer_needs import has_one_kind, needs_of
@@ -33,6 +35,7 @@ from worker_service.session.step import (
     TOKENS,
     BlockMapping,
     BlockTableUpdate,
+    LayerLimits,
     Limits,
     ModelOutput,
     NewSequence,
@@ -78,7 +81,8 @@ def load_runner(
         shape = replace(shape, groups=groups)
         if limits.layer_groups:
             assert [(group.block_size, group.window) for group in shape.groups] == [*limits.layer_groups]
-    engine = CacheEngine(shape, limits.num_device_blocks, limits.num_host_blocks, DEVICE)
+    tables = 1 if limits.layer_groups else max(1, len(shape.groups))  # see `GroupedSteps`
+    engine = CacheEngine(shape, tables * limits.num_device_blocks, tables * limits.num_host_blocks, DEVICE)
     for pool in (engine.device_blocks, engine.host_blocks):
         make_nan(pool)
     decode_graphs = None
@@ -102,6 +106,10 @@ class SteppedWorker:
     def __init__(self, runner: ModelRunner, limits: Limits = LIMITS) -> None:
         self.runner = runner
         self.limits = limits
+        engine = runner.cache_engine
+        self._grouped = GroupedSteps(engine, limits)
+        if isinstance(engine.cache, GroupedCache) and not limits.layer_groups:
+            limits = replace(limits, layer_groups=tuple(LayerLimits(size, 0) for size in engine.cache.block_sizes))
         self.session = Session(1, limits)
         self.step_id = 0
 
@@ -114,7 +122,14 @@ class SteppedWorker:
         )
 
     def execute(self, step: SchedulerOutput) -> ModelOutput:
+        step = self._grouped.of(step)
         return self._compute(step, self.session.apply(step))
+
+    def forget_blocks(self, blocks: range) -> None:
+        """Fill blocks with NaN."""
+        pool = self.runner.cache_engine.device_blocks
+        tables = len(pool) // self.limits.num_device_blocks
+        make_nan(pool[blocks.start * tables : blocks.stop * tables])
 
     def verify(self, guesses: Mapping[int, Sequence[int]]) -> ModelOutput:
         """Compute the next token of each sequence, and its drafts."""
@@ -196,7 +211,7 @@ def generate_with_everything(worker: SteppedWorker, count: int) -> tuple[list[in
     worker.step(finished=(2,))
     held = -(-(len(PROMPT) + len(found)) // 4)
     worker.step(blocks_to_swap_out=BlockMapping(tuple(range(30, 38)), tuple(range(8))))
-    make_nan(worker.runner.cache_engine.device_blocks[30:38])
+    worker.forget_blocks(range(30, 38))
     table = [*range(50, 58), *range(38, 43), 60]
     assert held <= len(table)
     found += worker.step(

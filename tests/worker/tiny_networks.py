@@ -45,10 +45,23 @@ _OTHERS = 256
 _PER_KIND = re.compile(r".*layers?_types?|layers_block_type|block_types?|.*_pattern")
 
 
+_CONV_LAYERS = ["conv", "full_attention", "conv", "full_attention"]
+_MAMBA_LAYERS = ["mamba", "attention", "mamba", "attention"]
+_ALSO: Mapping[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "granitemoehybrid": {"layer_types": _MAMBA_LAYERS},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": _CONV_LAYERS},
+    "lfm2_moe": {"layer_types": _CONV_LAYERS},
+    "mamba2": {"expand": 1},
+}
+"""Layers of both kinds, where the defaults of a type have one, and sizes that depend on each other."""
+
+
 def tiny_config(model_type: str) -> PreTrainedConfig:
     """The defaults of a type, with small sizes. Raises whatever the type's class raises."""
     plain = CONFIG_MAPPING[model_type]()
-    changes = _changes(plain)
+    changes = _changes(plain) | _ALSO.get(model_type, {})
     if hasattr(plain, "is_decoder"):
         changes["is_decoder"] = True
     if plain.is_encoder_decoder:

@@ -1,7 +1,7 @@
 """Computes the steps of a decoder: moves blocks, runs the model over the batch, and samples tokens. Logits are computed
 only for rows that sample, and for prompts with log-probabilities."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -84,6 +84,18 @@ def build_batch(
     )
 
 
+def _without_late(chunks: Sequence[ScheduledChunk], late: Set[int]) -> Sequence[ScheduledChunk]:
+    """The chunks without the last tokens of late sequences. The scheduler sends these tokens again, and states must
+    advance by them once."""
+    if not late:
+        return chunks
+    shorter = (
+        chunk._replace(stop=chunk.stop - 1, samples=False) if chunk.sequence.sequence_id in late else chunk
+        for chunk in chunks
+    )
+    return [chunk for chunk in shorter if chunk.start < chunk.stop]
+
+
 def _choosers(chunk: ScheduledChunk) -> list[SequenceState]:
     """The states with which a sequence's next tokens are sampled: without drafts, with one draft, with two, …"""
     sequence, drafts = chunk.sequence, chunk.drafts
@@ -149,6 +161,8 @@ class ModelRunner(Runner):
         self._forms = forms
         self.cache_engine = cache_engine
         self._decode_graphs = decode_graphs
+        cache = cache_engine.cache
+        self._keeps_states = isinstance(cache, GroupedCache) and 0 in cache.block_sizes
         super().__init__(cache_engine.device_blocks.device)
 
     @property
@@ -166,11 +180,15 @@ class ModelRunner(Runner):
         if output.moves_blocks:
             self.cache_engine.move(output)
         clock.mark()
-        chunks = self._encode(chunks)
+        scheduled = self._encode(chunks)
+        masks = self._begin_forms(scheduled)
+        # Masks are computed during the forward pass, but models with states wait for them: see `_without_late`.
+        late: Set[int] = masks.late() if masks is not None and self._keeps_states else frozenset()
+        chunks = _without_late(scheduled, late)
         if not chunks:
             clock.mark()
-            return RunningStep(chunks, clock, torch.empty(0), torch.empty(0, dtype=torch.int64), [], set())
-        masks = self._begin_forms(chunks)
+            no_tokens = torch.empty(0, dtype=torch.int64)
+            return RunningStep(scheduled, clock, torch.empty(0), no_tokens, [], set(), late=late)
         hidden, query_start = self._forward(chunks, before)
         rows = [
             row
@@ -195,7 +213,7 @@ class ModelRunner(Runner):
             token_ids = sample(logits, choosers, masks, may_edit=not reports)
         pools = any(chunk.sequence.sampling.pooling for chunk in chunks)
         vectors = self._pool(chunks, query_start, hidden) if pools else []
-        return RunningStep(chunks, clock, logits, token_ids, prompt_logprobs, failed, vectors, masks)
+        return RunningStep(scheduled, clock, logits, token_ids, prompt_logprobs, failed, vectors, masks, late)
 
     def _encode(self, chunks: Sequence[ScheduledChunk]) -> Sequence[ScheduledChunk]:
         """Compute the step's encoder inputs. Returns the other chunks."""
@@ -227,7 +245,7 @@ class ModelRunner(Runner):
         batch = build_batch(chunks, block_size, self.device, further)
         slots: Slots = batch.slots
         attention: Attention = batch.attention
-        if further:
+        if isinstance(cache, GroupedCache):
             slots, attention = zip((slots, attention), *batch.further, strict=True)
         return self.model.forward(
             batch.token_ids, batch.positions, slots, attention, cache, adapter_slots

@@ -59,17 +59,22 @@ class RunningStep:
         failed: Set[int],
         vectors: Sequence[tuple[ScheduledChunk, Tensor]] = (),
         masks: FormMasks | None = None,
+        late: Set[int] = frozenset(),
     ) -> None:
         """Start to copy the sampled tokens to the host.
 
         logits: [rows, vocabulary_size]. token_ids: [rows] int64. A chunk that `chooses` has a row for its last token
         and for each draft. failed: sequences without finite prompt log-probabilities. vectors: completed vectors with
-        their chunks."""
+        their chunks. late: sequences whose last tokens are not computed; they have no rows."""
         self.chunks = chunks
         self._sampling = [chunk for chunk in chunks if chunk.samples]
         self._vectors = vectors
         self._masks = masks
-        self._sequences = [chunk.sequence for chunk in self._sampling for _ in range(_num_choices(chunk))]
+        self._late = late
+        self._num_rows = [self._num_choices(chunk) for chunk in self._sampling]
+        self._sequences = [
+            chunk.sequence for chunk, count in zip(self._sampling, self._num_rows, strict=True) for _ in range(count)
+        ]
         self._clock = clock
         self._logits = logits if any(sequence.sampling.logprobs is not None for sequence in self._sequences) else None
         self._token_ids = token_ids
@@ -94,9 +99,9 @@ class RunningStep:
         durations = self._clock.durations()
         found = self._host_token_ids.tolist()
         logits, self._logits = self._logits, None
-        numbers = [_num_choices(chunk) for chunk in self._sampling]
+        numbers = self._num_rows
         rows_of = [range(stop - number, stop) for stop, number in zip(accumulate(numbers), numbers, strict=True)]
-        late: Set[int] = frozenset() if self._masks is None else self._masks.late()
+        late = self._late if self._masks is None else self._masks.late()
         shares = [
             []
             if chunk.sequence.sequence_id in late
@@ -141,6 +146,10 @@ class RunningStep:
             vectors=vectors,
         )
 
+    def _num_choices(self, chunk: ScheduledChunk) -> int:
+        """Rows of logits of a chunk: one for the last token and one for each draft, or none."""
+        return 1 + len(chunk.drafts) if chunk.chooses and chunk.sequence.sequence_id not in self._late else 0
+
     def _read_vectors(self) -> tuple[list[SequenceVectors], set[int]]:
         """The step's vectors as bytes, and the ids of sequences whose vectors are not finite."""
         found, without = [], set()
@@ -154,11 +163,6 @@ class RunningStep:
                 found.append(vectors)
         self._vectors = ()
         return found, without
-
-
-def _num_choices(chunk: ScheduledChunk) -> int:
-    """Rows of logits of a chunk: one for the last token and one for each draft, or none."""
-    return 1 + len(chunk.drafts) if chunk.chooses else 0
 
 
 def accepted(found: list[int], drafts: Sequence[int]) -> list[int]:

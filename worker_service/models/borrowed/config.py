@@ -7,6 +7,7 @@ from typing import Any
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+from worker_service.models.borrowed.states import has_states
 from worker_service.models.borrowed.survey import Survey, survey
 from worker_service.models.causal_model import widest
 from worker_service.models.config.config_keys import check_generates
@@ -17,6 +18,10 @@ from worker_service.models.layer_needs import LayerNeeds
 
 _LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length")
 """Names of the maximum sequence length; the first that is stated counts."""
+_WITH_STATES = {"conv", "hybrid", "hybrid_sliding", "linear_attention", "mlp", "moe"}
+"""Types of layers with states, or without attention beside them."""
+_LONGEST_STATES = 2**20
+"""The maximum sequence length of a network without attention that states none."""
 _WITHOUT_LIMIT = 2_048
 """The maximum sequence length of a network with ALiBi that states none. BLOOM was trained with it."""
 
@@ -75,7 +80,7 @@ class TransformersConfig:
 
     @property
     def layer_needs(self) -> tuple[LayerNeeds, ...]:
-        return self.needs.keys
+        return (*self.needs.keys, *self.needs.states)
 
     @property
     def num_layers(self) -> int:
@@ -83,16 +88,16 @@ class TransformersConfig:
 
     @property
     def num_kv_heads(self) -> int:
-        return self.needs.keys[0].num_kv_heads
+        return self.needs.keys[0].num_kv_heads if self.needs.keys else 0
 
     @property
     def head_dim(self) -> int:
         """Elements of a head's key; values have as many."""
-        return self.needs.keys[0].head_dim
+        return self.needs.keys[0].head_dim if self.needs.keys else 0
 
     @property
     def sliding_window(self) -> int | None:
-        return widest(self.windows)
+        return widest(self.windows) if self.windows else None
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -107,10 +112,12 @@ def _why_not(network: Any, network_class: Any) -> str | None:
         return "it does not continue text"
     if network.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(network, "is_decoder", None) is False:
         return "it is made to fill gaps in text (is_decoder is false)"
-    if network_class._is_stateful:
+    if network_class._is_stateful and not has_states(network_class):
         return "it keeps a state other than keys and values"
-    text = network.get_text_config(decoder=True)
-    if kinds := set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
+    text, known = network.get_text_config(decoder=True), {"full_attention", "sliding_attention"}
+    if has_states(network_class):
+        known |= _WITH_STATES
+    if kinds := set(getattr(text, "layer_types", None) or ()) - known:
         return f"it has layers of type {min(kinds)}"
     for name in ("num_hidden_layers", "vocab_size"):
         if not isinstance(getattr(text, name, None), int):
@@ -129,6 +136,8 @@ def _inner(json: Mapping[str, Any], network: Any, text: Any) -> Mapping[str, Any
 
 def _check_rotary_dims(network: Any, needs: Survey) -> None:
     """Raise ValueError if the network's code rotates other parts of heads than config.json states."""
+    if not needs.keys:
+        return
     kinds, rope = getattr(network, "layer_types", None) or (), getattr(network, "rope_parameters", None) or {}
     unused = [rope[kind] for kind in ("full_attention", "sliding_attention") if kind in rope and kind not in kinds]
     for parameters in rope_parameters_of(network):
@@ -139,6 +148,8 @@ def _check_rotary_dims(network: Any, needs: Survey) -> None:
             raise ValueError(
                 f"its rotary embeddings are of type {kind}, but the code of {network.model_type} rotates no heads"
             )
+        if kind == "proportional":  # transformers' code turns the other elements by 0
+            continue
         share = parameters.get("partial_rotary_factor")
         if share is not None and int(needs.keys[0].head_dim * share) not in needs.rotary_dims:
             raise ValueError(
@@ -150,8 +161,8 @@ def _lengths(network: Any, needs: Survey) -> Iterator[int]:
     """Yield the maximum sequence length of each rotary embedding. Raises ValueError."""
     stated = (getattr(network, name, None) for name in _LENGTHS)
     length = next((length for length in stated if isinstance(length, int)), None)
-    if length is None and needs.has_slopes:
-        length = _WITHOUT_LIMIT
+    if length is None and (needs.has_slopes or not needs.keys):
+        length = _WITHOUT_LIMIT if needs.keys else _LONGEST_STATES
     if length is None:
         raise ValueError(f"a model {network.model_type} is not supported: its max_position_embeddings is not stated")
     for parameters in rope_parameters_of(network) or [{}]:

@@ -8,7 +8,7 @@ the sequences. Slower than the native decoder: few operations are fused. Example
     Granite   Embeddings, residuals and logits have multipliers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,10 @@ from kernels.backends import ops_for
 from worker_service.models.borrowed.attention import Softmax, within
 from worker_service.models.borrowed.config import TransformersConfig
 from worker_service.models.borrowed.network import Body, Head, attention_of, build_network
+from worker_service.models.borrowed.states import within_states
+from worker_service.models.borrowed.step_states import StepStates
 from worker_service.models.borrowed.weights import checkpoint_places
-from worker_service.models.causal_model import AdapterPlace, Attention, Cache, Slots, by_layer
+from worker_service.models.causal_model import AdapterPlace, Attention, Cache, LayerPlace, Slots, by_layer
 from worker_service.models.layers.linear import NONE_QUANTIZED, Linear, Quantization, Quantized
 
 
@@ -73,7 +75,9 @@ class TransformersModel:
         adapter_slots: Tensor | None = None,
     ) -> Tensor:
         self._adapter_slots = adapter_slots
-        with within(_CachedAttention(slots, attention, cache)):
+        places = [*by_layer(slots, attention, cache)]
+        num_keys = len(self.config.needs.keys)
+        with within(_CachedAttention(places[:num_keys])), within_states(StepStates(places[num_keys:])):
             return self._body(token_ids, positions)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -83,8 +87,8 @@ class TransformersModel:
 class _CachedAttention:
     """Attention over the paged KV cache in one forward pass. Call n of `attend` is for layer n."""
 
-    def __init__(self, slots: Slots, attention: Attention, cache: Cache) -> None:
-        self._layers = by_layer(slots, attention, cache)
+    def __init__(self, layers: Iterable[LayerPlace]) -> None:
+        self._layers = iter(layers)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         layer_cache, slots, metadata = next(self._layers)

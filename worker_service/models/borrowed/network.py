@@ -12,6 +12,7 @@ from transformers.initialization import no_init_weights
 
 from worker_service.models.borrowed.attention import NAME
 from worker_service.models.borrowed.older_attention import KeyCache, replace_products
+from worker_service.models.borrowed.states import StateCache, has_states, replace_states
 from worker_service.models.borrowed.weights import tied_tensors
 from worker_service.models.layers.linear import Linear
 
@@ -47,6 +48,10 @@ class Body:
         self.module.config._attn_implementation_internal = NAME
         self._is_older = not self.module._can_set_attn_implementation()
         self._takes = signature(self.module.forward).parameters
+        self._cache_name = ""
+        if has_states(type(network)):
+            replace_states(network)
+            self._cache_name = "past_key_values" if "past_key_values" in self._takes else "cache_params"
         self._first, self._positions = self.first_position, torch.empty(0)
         self._embeds = False
         for name, module in self.module.named_modules() if "position_ids" not in self._takes else ():
@@ -76,12 +81,14 @@ class Body:
         hidden_size]."""
         positions = self._positions = positions + self._first if self._first else positions
         # Without a mask, transformers would look for sequence boundaries in the positions.
-        inputs = {
+        inputs: dict[str, Any] = {
             "input_ids": token_ids[None],
             "attention_mask": token_ids.new_ones((1, len(token_ids) + self._is_older)),
             "position_ids": positions[None],
             "past_key_values": KeyCache() if self._is_older else None,
         }
+        if self._cache_name:  # transformers looks for no boundaries if there is a cache
+            inputs |= {"attention_mask": None, self._cache_name: StateCache()}
         output = self.module(**{name: value for name, value in inputs.items() if name in self._takes}, use_cache=False)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
@@ -95,7 +102,7 @@ class Head:
     """Computes logits from the body's hidden states."""
 
     def __init__(self, network: Any, body: nn.Module) -> None:
-        self._network = _with_part(network, _path(network, body), _GivenBody())
+        self._network = _with_part(network, _path(network, body), _GivenBody(body))
         self._product: PackedLinear | None = None
         if type(product := network.get_output_embeddings()) is nn.Linear:
             self._product = PackedLinear(product, wide=True)
@@ -129,7 +136,15 @@ class PackedLinear(nn.Module):
 
 
 class _GivenBody(nn.Module):
-    """Replaces a network's body: returns `inputs_embeds`, the body's hidden states."""
+    """Replaces a network's body: returns `inputs_embeds`, the body's hidden states. Heads may read other attributes of
+    the body, such as multipliers."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self._body = (body,)  # in a tuple, the body is no part of this module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._body[0], name)
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> "_Output":
         return _Output(inputs_embeds)

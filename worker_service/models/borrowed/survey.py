@@ -3,25 +3,30 @@ over two tokens on the meta device. Sizes are taken from computed tensors, becau
 differently in config.json."""
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from worker_service.models.borrowed.attention import NAME, Softmax, within
 from worker_service.models.borrowed.network import Body, attention_of
+from worker_service.models.borrowed.states import has_states, within_states
 from worker_service.models.borrowed.weights import checkpoint_places, tied_tensors
 from worker_service.models.config.config_limits import check_padding
-from worker_service.models.layer_needs import LayerKeys, has_one_kind
+from worker_service.models.layer_needs import LayerKeys, LayerStates, State, has_one_kind
+
+NUM_TOKENS = 2
 
 
 @dataclass(frozen=True)
 class Survey:
     keys: tuple[LayerKeys, ...]
     """Keys and values, in the order of the network's calls."""
+    states: tuple[LayerStates, ...]
+    """States, in the order of the network's layers."""
     hidden_size: int
     tied: Mapping[str, str]
     """See `ModelConfig.tied`."""
@@ -36,11 +41,13 @@ class Survey:
 
 
 class _Observer:
-    """An `Attention` that records shapes and options, and computes nothing."""
+    """An `Attention` and `States` that record shapes and options, and compute nothing."""
 
     def __init__(self) -> None:
         self.keys: list[LayerKeys] = []
         self.options: list[Softmax] = []
+        self.layers: dict[int, list[State]] = {}
+        self._layer: list[State] = []
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         if value.shape != key.shape or query.shape[2] != key.shape[2] or query.shape[1] % key.shape[1]:
@@ -54,24 +61,65 @@ class _Observer:
         self.options.append(softmax)
         return torch.empty_like(query)
 
+    def begin_layer(self, number: int) -> None:
+        self._layer = self.layers.setdefault(number, [])
+
+    def short_convolution(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+        del bias, activation
+        self._layer.append(State((weight.shape[0], weight.shape[1] - 1), x.dtype is torch.float32))
+        return torch.empty_like(x)
+
+    def gated_delta_rule(
+        self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None, *, normalize: bool
+    ) -> Tensor:
+        del query, decay, beta, normalize
+        self._layer.append(State((value.shape[1], key.shape[2], value.shape[2]), is_wide=True))
+        return torch.empty_like(value)
+
+    def selective_scan(self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None) -> Tensor:
+        del dt, a, c, d
+        self._layer.append(State((x.shape[1], x.shape[2], b.shape[2]), is_wide=True))
+        return torch.empty_like(x)
+
+    def tokens(self) -> Iterator[tuple[int, "_ObservedToken"]]:
+        """The survey's tokens are one sequence."""
+        self.begin_layer(-1 - len(self.layers))  # layers of such code do not say their number
+        observed = _ObservedToken(self._layer)
+        return ((row, observed) for row in range(NUM_TOKENS))
+
+
+class _ObservedToken:
+    def __init__(self, found: list[State]) -> None:
+        self._found = found
+        self._states: dict[str, Tensor] = {}
+
+    def load(self, name: str) -> Tensor | None:
+        return self._states.get(name)
+
+    def store(self, name: str, state: Tensor) -> None:
+        if name not in self._states:
+            self._found.append(State(tuple(state.shape), state.dtype is torch.float32))
+        self._states[name] = state
+
 
 def survey(network_class: Any, config: Any) -> Survey:
     """Raises a ValueError with the reason if the network cannot run."""
     observer = _Observer()
     try:
         with torch.device("meta"), torch.inference_mode():
-            # "batched_mm" is the only implementation of experts that does not read tensors' values.
+            # "batched_mm" is the only implementation of experts that does not read tensors' values. In 16 bits, states
+            # that are always float32 are told apart.
             network = network_class._from_config(
                 _without_data(config),
                 attn_implementation=attention_of(network_class),
                 experts_implementation="batched_mm",
+                **({"dtype": torch.bfloat16} if has_states(network_class) else {}),
             )
             body = Body(network)
-            if any("Conv" in type(module).__name__ and type(module) is not Conv1D for module in body.module.modules()):
-                raise ValueError("it has convolutions, which need tokens outside a chunk")
+            _check_convolutions(body.module)
             checkpoint_places(network)
-            tokens = torch.zeros(2, dtype=torch.long)
-            with within(observer):
+            tokens = torch.zeros(NUM_TOKENS, dtype=torch.long)
+            with within(observer), within_states(observer):
                 hidden = body(tokens, tokens)
     except ValueError:
         raise
@@ -84,22 +132,25 @@ def survey(network_class: Any, config: Any) -> Survey:
         if isinstance(error, KeyError) and NAME in error.args:
             raise ValueError("its code runs with no attention but transformers' own") from error
         raise ValueError(f"its code does not run with our attention: {error or type(error).__name__}") from error
-    has_slopes = all(softmax.slopes is not None for softmax in observer.options)
-    if not (body.takes_positions or has_slopes):
+    keys, states = observer.keys, [LayerStates(tuple(states)) for states in observer.layers.values() if states]
+    if network_class._is_stateful and not states:
+        raise ValueError("it keeps a state other than keys and values")
+    has_slopes = bool(keys) and all(softmax.slopes is not None for softmax in observer.options)
+    if keys and not (body.takes_positions or has_slopes):
         raise ValueError("its code takes no positions")
-    keys = observer.keys
-    if not keys:
+    if not keys and not states:
         raise ValueError("it has no layer with attention")
     text = config.get_text_config(decoder=True)
-    num_layers = getattr(text, "decoder_layers", text.num_hidden_layers)
-    if len(keys) < num_layers:
-        raise ValueError(f"{len(keys)} of its {num_layers} layers use an attention that can be replaced")
-    if not has_one_kind(keys):
+    num_layers = getattr(text, "decoder_layers", text.num_hidden_layers) - _num_without_mixer(text)
+    if len(keys) + len(states) < num_layers:
+        raise ValueError(f"{len(keys) + len(states)} of its {num_layers} layers use an attention that can be replaced")
+    if keys and not has_one_kind(keys):
         known = sorted({(layer.num_kv_heads, layer.head_dim) for layer in keys})
         sizes = " and ".join(f"{heads} x {size}" for heads, size in known)
         raise ValueError(f"its layers have keys of different sizes, {sizes}")
     return Survey(
         tuple(keys),
+        tuple(states),
         hidden.shape[-1],
         {name: other for name, (_, other) in tied_tensors(network).items()},
         tuple(network._keys_to_ignore_on_load_unexpected or ()),
@@ -107,6 +158,21 @@ def survey(network_class: Any, config: Any) -> Survey:
         has_slopes,
         body.first_position,
     )
+
+
+def _check_convolutions(body: nn.Module) -> None:
+    """Raise ValueError for convolutions that would compute a step's tokens as one sequence. Layers with states do not
+    call their convolutions, but functions with their weights."""
+    inner = {id(part) for module in body.modules() if has_states(type(module)) for part in module.modules()}
+    for module in body.modules():
+        if "Conv" in type(module).__name__ and type(module) is not Conv1D and id(module) not in inner:
+            raise ValueError("it has convolutions, which need tokens outside a chunk")
+
+
+def _num_without_mixer(text: Any) -> int:
+    """Layers that only have a feed-forward network."""
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
+    return sum(kind in ("mlp", "moe") for kind in kinds)
 
 
 def _without_data(config: Any) -> Any:

@@ -1,5 +1,6 @@
 """Parses a config.json with transformers. Only this module passes a config.json to transformers."""
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -16,7 +17,7 @@ from worker_service.wording import named
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
-_PROPERTIES = frozenset({"model_type", "num_labels", "per_layer_config", "rope_scaling"})
+PROPERTIES = frozenset({"model_type", "num_labels", "per_layer_config", "rope_scaling"})
 """Keys that all configuration classes accept without a field."""
 _INFINITIES = ({"__float__": "Infinity"}, {"__float__": "-Infinity"})
 
@@ -28,14 +29,14 @@ def parse(json: Mapping[str, Any]) -> Any:
         raise ValueError(f"a model {family} is not supported: transformers does not know it")
     config_class = CONFIG_MAPPING[family]
     check_values(json, config_class)
-    own = {field.name for field in fields(config_class)} | _PROPERTIES
+    own = {field.name for field in fields(config_class)} | PROPERTIES
     wanted = {
         name: _with_infinities(value)
         for name, value in json.items()
         # These keys could make transformers load code or read other files.
         if name not in BOOKKEEPING | CODE | EXECUTION
         # Others would overwrite a method or a private attribute.
-        and (name in own or not (name.startswith("_") or hasattr(config_class, name)))
+        and (name in own or not (name.startswith("_") or hasattr(config_class, name)) or _takes(config_class, name))
         # transformers warns about a null rope_scaling, and a null alias would overwrite its key.
         and not (value is None and (name == "rope_scaling" or name in config_class.attribute_map))
     }
@@ -54,6 +55,12 @@ def parse(json: Mapping[str, Any]) -> Any:
     except RuntimeError as error:  # transformers': a size differs between layers
         raise ValueError(f"a model {family} is not supported: its layers have different sizes") from error
     return network
+
+
+def _takes(config_class: Any, name: str) -> bool:
+    """Whether the class takes a key out of its arguments that it computes as a property afterwards."""
+    is_property = isinstance(getattr(config_class, name, None), property)
+    return is_property and f'kwargs.pop("{name}")' in inspect.getsource(config_class.__post_init__)
 
 
 def _with_infinities(value: Any) -> Any:

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from worker_service.models.config.config_keys import HARMLESS, check_all_read
 from worker_service.models.config.rope import NOTES, ROPE_KEYS
-from worker_service.models.config.transformers_json import parse
+from worker_service.models.config.transformers_json import PROPERTIES, parse
 from worker_service.read_keys import ReadKeys
 from worker_service.wording import shown
 
@@ -36,6 +36,7 @@ _FULL_LAYERS = {"_sliding_window_pattern": 1, "global_attn_every_n_layers": 0, "
 _IN_FLOAT32 = {"attention_softmax_in_fp32": True, "scale_attention_softmax_in_fp32": True, "scale_attn_weights": True}
 _NEUTRAL: Mapping[str, Mapping[str, object]] = {
     "apertus": {"post_norm": False, "qk_norm": True},
+    "bamba": {"attn_rotary_emb": 64},
     "bloom": {
         "attention_softmax_in_fp32": True, "bias_dropout_fusion": True, "masked_softmax_fusion": True,
         "offset_alibi": 100, "seq_length": 2_048, "skip_bias_add": True, "skip_bias_add_qkv": False,
@@ -46,8 +47,14 @@ _NEUTRAL: Mapping[str, Mapping[str, object]] = {
     },
     "codegen": {"scale_attn_weights": True},
     "ernie4_5": {"compression_ratio": 1},
+    "falcon_h1": {"mamba_use_mlp": True},
+    "falcon_mamba": {"fused_add_norm": True, "rms_norm": True},
     "gpt2": {"n_special": 0, "predict_special_tokens": True},
     "gptj": {"rotary": True, "scale_attn_weights": True},
+    "granitemoehybrid": {"normalization_function": "rmsnorm"},
+    "jamba": {"calc_logits_for_entire_prompt": False, "mamba_inner_layernorms": True},
+    "mamba": {"fused_add_norm": True, "rms_norm": True},
+    "mamba2": {"fused_add_norm": True},
     "modernbert": {"position_embedding_type": "sans_pos"},
     # StarCoder2's first files say "gelu", but the network uses hidden_act.
     "starcoder2": {"activation_function": "gelu", "mlp_type": "default", "norm_type": "layer_norm", **_IN_FLOAT32},
@@ -72,6 +79,8 @@ def check_known(json: Mapping[str, Any], network: Any, network_class: Any) -> No
     keys.without_effect("architectures", "model_type", *(name for name in json if _is_known(name, network, read)))
     keys.neutral(**_NEUTRAL.get(network.model_type, {}))
     keys.neutral(**{name: getattr(network, other) for name, other in _REPEATED.items() if hasattr(network, other)})
+    properties = {name for name in json if isinstance(getattr(type(network), name, None), property)}
+    keys.neutral(**{name: getattr(network, name) for name in properties - PROPERTIES})
     if not getattr(network, "sliding_window", None):
         keys.neutral(use_sliding_window=False)
     _check_full_layers(keys, network)
