@@ -85,6 +85,17 @@ class SlowBlocks:
         self.release_kept([one for one in self.kept if one[0] is sequence])
         for table in getattr(sequence, pool) or ():
             self.drop_blocks(table, pool=pool)
+        if pool == "device" and self.has_states and self.config.prefix_caching:
+            last = sequence.kept_page or (sequence.num_prompt_tokens - 1) // self.config.block_size
+            for block in self.free_states(sequence, last):  # evicted no earlier than those
+                self.let_go["device"].remove(block)
+                self.let_go["device"].append(block)
+
+    def free_states(self, sequence: SlowSequence, num_pages: int) -> list[Block]:
+        """The free cached blocks with the states after a sequence's first pages."""
+        numbers = [number for number, layers in enumerate(self.layers) if layers.has_states]
+        found = [self.find(self.key_of(sequence, number, num_pages - 1)) for number in numbers if num_pages]
+        return [block for block in found if block in self.let_go["device"]]
 
     def drop_behind_windows(self, sequence: SlowSequence) -> None:
         """Free the blocks that no token attends to after those that no draft's rejection takes back."""
@@ -432,11 +443,9 @@ class SlowBlocks:
                     self.name(block, self.key_of(sequence, number, num_pages - 1), "device")
             self.drop_blocks(blocks[::-1])
             if is_offered and num_pages * self.config.block_size > sequence.num_prompt_tokens:
-                for number in numbers if sequence.kept_page else ():
-                    block = self.find(self.key_of(sequence, number, sequence.kept_page - 1))
-                    if block in self.let_go["device"]:
-                        self.let_go["device"].remove(block)
-                        block.key = None
+                for block in self.free_states(sequence, sequence.kept_page or 0):
+                    self.let_go["device"].remove(block)
+                    block.key = None
                 sequence.kept_page = num_pages
 
     def filled_blocks(self, sequence: SlowSequence, tables: list[Table]) -> list[Block]:

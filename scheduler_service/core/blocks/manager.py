@@ -340,6 +340,8 @@ class BlockManager:
             pool.free(sequence.id)
         for known in self._num_known:
             known.pop(sequence.id, None)
+        if self.states:
+            self.states.left(sequence)
 
     def check(self) -> None:
         """Assert on both pools that free + held = total and that reference counts equal the tables."""

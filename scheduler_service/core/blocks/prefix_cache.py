@@ -212,12 +212,13 @@ class PrefixCache:
         for block, (_, (tag,)) in zip(blocks, self._states, strict=True):
             self._device.blocks.publish(block, keys[index] + tag, parent)
 
-    def withdraw_states(self, sequence: Sequence, num_tokens: int) -> None:
-        """Remove the blocks with the states after a sequence's first tokens, unless they have a holder."""
-        for _, (tag,) in self._states if num_tokens else ():
-            block = self._device.blocks.find(sequence.block_keys[num_tokens // self.block_size - 1] + tag)
-            if block is not None and not self._device.blocks.ref_count(block):
-                self._device.blocks.withdraw(block)
+    def free_states(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """The free cached blocks with the states after a sequence's first tokens."""
+        index = num_tokens // self.block_size - 1
+        if not self._is_on or not 0 <= index < len(sequence.block_keys):
+            return []
+        found = (self._device.blocks.find(sequence.block_keys[index] + tag) for _, (tag,) in self._states)
+        return [block for block in found if block is not None and not self._device.blocks.ref_count(block)]
 
     def forked(self, parent: Sequence, child: Sequence) -> None:
         if parent.id in self._stale:

@@ -136,6 +136,13 @@ class StateBlocks:
         if sequence in self._kept:
             self._release(sequence, is_sound=is_sound)
 
+    def left(self, sequence: Sequence) -> None:
+        """After a sequence's blocks are free: let its last kept states be evicted no earlier than these blocks."""
+        num_tokens = sequence.num_kept_tokens or sequence.num_prompt_tokens - 1
+        for block in self._cache.free_states(sequence, num_tokens):
+            self._device.share(block)
+            self._device.free(block)
+
     def forget_kept(self) -> None:
         """Free all kept blocks without publishing them."""
         for sequence in [*self._kept]:
@@ -154,7 +161,8 @@ class StateBlocks:
         for block in blocks:
             self._device.free(block)
         if is_published and num_tokens > sequence.num_prompt_tokens:
-            self._cache.withdraw_states(sequence, sequence.num_kept_tokens)
+            for block in self._cache.free_states(sequence, sequence.num_kept_tokens):
+                self._device.withdraw(block)
             sequence.num_kept_tokens = num_tokens
 
     @property
