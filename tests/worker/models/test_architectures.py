@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from stepped_worker import PROMPT, Oracle, SteppedWorker, generate_with_everything, load_runner
+from test_layers_with_states import FAMILIES as WITH_STATES
 
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 LATENT: dict[str, Any] = {
@@ -274,7 +275,7 @@ BORROWED: dict[str, dict[str, Any]] = {
     "stablelm": {"model_type": "stablelm", "hidden_size": 60},
     "starcoder2": {"model_type": "starcoder2", "sliding_window": 8},
 }
-MODELS = NATIVE | BORROWED
+MODELS = NATIVE | BORROWED | WITH_STATES
 
 
 @pytest.fixture(scope="module", params=MODELS)

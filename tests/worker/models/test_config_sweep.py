@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
+from network_with_states import NetworkWithStates
 from torch import Tensor
 
 from kernels.inputs import AttentionMetadata
@@ -22,6 +23,7 @@ from worker_service.models.decoders import families
 from worker_service.models.decoders.decoder import Decoder
 from worker_service.models.decoders.decoder_config import DecoderConfig
 from worker_service.models.decoders.families import FAMILIES
+from worker_service.models.decoders.states.families import FAMILIES_WITH_STATES
 from worker_service.models.registry import read_config
 from worker_service.read_keys import ReadKeys
 
@@ -42,10 +44,13 @@ SMALL: dict[str, Any] = {
 SMALLER = {"sliding_window": 5, "max_window_layers": 1, "num_experts": 4, "num_local_experts": 4,
            "num_experts_per_tok": 2, "moe_intermediate_size": 24, "pad_token_id": None, "kv_lora_rank": 12,
            "q_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8, "v_head_dim": 14, "n_routed_experts": 4,
-           "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}  # fmt: skip
+           "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "shared_intermediate_size": 28,
+           "shared_expert_intermediate_size": 20, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+           "linear_key_head_dim": 6, "linear_value_head_dim": 10, "mamba_n_heads": 4, "mamba_d_state": 12,
+           "mamba_expand": 2, "block_multiple_of": 8}  # fmt: skip
 """Where a family has these keys, so that its defaults say something in a small network."""
 TOKENS = torch.tensor([(7 * number * number + 3) % 61 for number in range(23)])
-LAYER_TYPES = ("full_attention", "sliding_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention", "conv")
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 
 
@@ -184,6 +189,9 @@ def ours_of(json: dict[str, Any], network: Any) -> Tensor:
             raise RefusedError(f"{name}: {place.shape} and {tensors[name].shape}")
         place.copy_(tensors[name])
     model.pack()
+    if config.layer_needs:
+        (logits,) = NetworkWithStates(model)((0, TOKENS.tolist(), 0))
+        return logits
     count = len(TOKENS)
     pool = torch.zeros(3, config.num_layers, config.kv_parts, 16, config.num_kv_heads, config.head_dim)
     metadata = AttentionMetadata.build([count], [count], torch.tensor([[0, 1, 2]], dtype=torch.int32), CPU)
@@ -193,9 +201,12 @@ def ours_of(json: dict[str, Any], network: Any) -> Tensor:
 
 
 def single_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """gpt-oss stores a projection of all experts as one tensor; our network has those of each."""
+    """gpt-oss and Granite store a projection of all experts as one tensor; our network has those of each."""
     found = {}
     for name, tensor in tensors.items():
+        if (stack := re.fullmatch(r"(.*\.block_sparse_moe)\.(\w+put_linear\.weight)", name)) is not None:
+            found |= {f"{stack[1]}.experts.{number}.{stack[2]}": part for number, part in enumerate(tensor)}
+            continue
         experts, dot, projection = name.rpartition(".experts.")
         if not dot or "." in projection:
             found[name] = tensor
@@ -217,8 +228,10 @@ def check(json: dict[str, Any]) -> str:
         found = ours_of(json, network)
     except RefusedError as error:
         return f"refused: {error}"
-    # Rounding alone reached 4e-4 in 3,300 drawn files.
-    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3, msg=lambda text: f"{json}: {text}")
+    # Rounding alone reached 4e-4 in 3,300 drawn files. With normalised keys of few numbers, both networks' logits were
+    # up to 1.5e-3 from those in float64.
+    tolerance = 5e-3 if json["model_type"] in FAMILIES_WITH_STATES else 1e-3
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance, msg=lambda text: f"{json}: {text}")
     return "alike"
 
 

@@ -9,6 +9,7 @@ import torch
 
 from worker_service.models.decoders.decoder_config import DecoderConfig
 from worker_service.models.decoders.families import FAMILIES
+from worker_service.models.decoders.states.families import FAMILIES_WITH_STATES
 from worker_service.models.registry import read_config
 
 SIZES: dict[str, Any] = {
@@ -22,11 +23,16 @@ SIZES: dict[str, Any] = {
 MIXTURES = ("gpt_oss", "mixtral", "qwen3_moe")
 UNKNOWN = {"mimo": "qwen2"}
 """Families that transformers does not know, each with one that it does, which they are like."""
+# Every key of families with states is compared by `test_config_sweep`, too.
 LATENTS = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"}
 """Families with latent attention, whose every key `test_config_sweep` compares."""
 QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3}
 FILES: list[dict[str, Any]] = [
-    *({"model_type": family} for family in FAMILIES if family not in LATENTS | UNKNOWN.keys()),
+    *(
+        {"model_type": family}
+        for family in FAMILIES
+        if family not in LATENTS | UNKNOWN.keys() | FAMILIES_WITH_STATES.keys()
+    ),
     {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": None},
     {"model_type": "gemma2", "query_pre_attn_scalar": 100, "attn_logit_softcapping": None, "sliding_window": 9},
     {

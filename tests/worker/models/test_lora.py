@@ -12,6 +12,7 @@ from adapted_worker import ROOM, load, outputs, sequence
 from safetensors.torch import load_file, save_file
 from stepped_worker import PROMPT, Oracle, SteppedWorker, load_runner
 from test_architectures import BORROWED, NATIVE
+from test_layers_with_states import FAMILIES as WITH_STATES
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from worker_helpers import tokens
@@ -55,6 +56,7 @@ FAMILIES |= {
 MIXTURES = ("mixtral", "qwen3_moe")
 """Natively their experts take no adapters; PEFT's "all-linear" would change them too."""
 FAMILIES |= {name: BORROWED[name] for name in ("olmo2", "granite", "gpt_neox", "qwen2_moe")}
+FAMILIES |= {name: WITH_STATES[name] for name in ("lfm2", "qwen3_5_text")}
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
@@ -66,6 +68,8 @@ def test_sequences_of_several_adapters_say_what_pefts_models_say(
     targets = ["query_key_value", "dense"] if family["model_type"] == "gpt_neox" else ["qkv_proj", "o_proj"]
     if family["model_type"] not in ("gpt_neox", "phi3"):
         targets = ["q_proj", "v_proj", "down_proj"]
+    if family["model_type"] in ("lfm2", "qwen3_5_text"):
+        targets = ["in_proj", "in_proj_qkv", "in_proj_a", "out_proj", "k_proj", "w2", "up_proj"]
     every: Any = "all-linear"
     if family["model_type"] in MIXTURES:
         every, targets = ["q_proj", "k_proj", "v_proj", "o_proj"], ["q_proj", "v_proj"]

@@ -1,5 +1,7 @@
-"""Reads gpt-oss's experts. A projection NAME of a layer's experts is one tensor [experts, inputs, outputs], with biases
-NAME_bias, [experts, outputs].
+"""Reads experts that a checkpoint stores in stacks, one tensor for a projection of all experts of a layer.
+
+gpt-oss: experts.NAME, [experts, inputs, outputs], with biases experts.NAME_bias, [experts, outputs]. Granite:
+NAME.weight, [experts, outputs, inputs], beside the router.
 
 In MXFP4, two uint8 tensors store NAME: NAME_blocks, [experts, outputs, inputs / 32, 16], has two e2m1 numbers a byte,
 the first in the lower bits; NAME_scales, [experts, outputs, inputs / 32], has exponents of two plus 127. Networks know
@@ -21,12 +23,13 @@ from worker_service.loading.quantized.quantization_keys import FLAG, TEXTS, chec
 from worker_service.parallel.cut import UNCUT, Cut
 from worker_service.wording import named
 
-FAMILIES = ("gpt_oss",)
+FAMILIES = ("gpt_oss", "granitemoehybrid")
 """Values of `model_type` of networks whose checkpoints store experts so."""
 METHOD = "mxfp4"
 """The `quant_method` of config.json."""
 _KEYS = {"modules_to_not_convert": TEXTS, "dequantize": FLAG}
 """Keys of the quantization_config. The names of the tensors show which weights are in MXFP4."""
+_GRANITES = ".block_sparse_moe.experts"
 _NAME = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.(weight|bias)")
 
 
@@ -35,7 +38,8 @@ class _Part(NamedTuple):
 
     stack: str
     number: int
-    is_bias: bool
+    is_turned: bool
+    """Whether the stack has an expert's inputs before its outputs."""
 
     @classmethod
     def of(cls, name: str) -> "_Part | None":
@@ -43,7 +47,10 @@ class _Part(NamedTuple):
         if (found := _NAME.fullmatch(name)) is None:
             return None
         experts, number, projection, kind = found.groups()
-        return cls(f"{experts}.{projection}{'_bias' * (kind == 'bias')}", int(number), kind == "bias")
+        if experts.endswith(_GRANITES):
+            return cls(f"{experts.removesuffix('.experts')}.{projection}.{kind}", int(number), False)
+        is_bias = kind == "bias"
+        return cls(f"{experts}.{projection}{'_bias' * is_bias}", int(number), not is_bias)
 
 
 class MxFloat4Experts(Mapping[str, QuantizedWeight]):
@@ -120,17 +127,20 @@ class StackedFiles:
         places: dict[str, Tensor] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         numbers: dict[str, int] = {}
+        turned: set[str] = set()
         for name, place in expected.items():
             if (part := _Part.of(name)) is None:
                 places[name] = place
             else:
                 shapes[part.stack] = tuple(cuts[name].shape if name in cuts else place.shape)
                 numbers[part.stack] = max(numbers.get(part.stack, 0), part.number + 1)
+                turned |= {part.stack} if part.is_turned else set()
         for stack, shape in shapes.items():
             if self._narrow.has(stack):
                 self._narrow.check(stack, numbers[stack], *shape)
             else:
-                places[stack] = torch.empty((numbers[stack], *reversed(shape)), device="meta")
+                stored = tuple(reversed(shape)) if stack in turned else shape
+                places[stack] = torch.empty((numbers[stack], *stored), device="meta")
         self._files.check(places, cuts)
 
     def check_none_left(self, taken: Collection[str], ignored: Collection[str] = ()) -> None:
@@ -159,4 +169,4 @@ class StackedFiles:
         if self._narrow.has(part.stack):
             return widened(self._narrow[name])
         stored = self._files.read_row(part.stack, part.number)
-        return stored if part.is_bias else stored.T
+        return stored.T if part.is_turned else stored

@@ -47,13 +47,14 @@ def read_rope(
     default_theta: float = 10_000.0,
     *,
     parts_of_heads: bool = False,
+    share: float = 1.0,
     original: int | None = None,
     default: Mapping[str, Any] | None = None,
 ) -> Rope:
     """Read `rope_parameters`, or the older `rope_theta` and `rope_scaling`. Raises ValueError if unsupported.
     default_theta, original: the family's defaults of `rope_theta` and `original_max_position_embeddings`. With
     `original`, only the top of config.json counts. default: the family's `rope_parameters`. parts_of_heads: whether
-    `partial_rotary_factor` is read."""
+    `partial_rotary_factor` is read, whose default is `share`."""
     newer, older = json.group("rope_parameters"), json.group("rope_scaling")
     if newer.plain and older.plain and newer.plain != older.plain:
         raise ValueError("rope_parameters and rope_scaling differ")
@@ -62,7 +63,6 @@ def read_rope(
     if default is not None and not older.plain and json.plain.get("rope_parameters") is None:
         parameters = ReadKeys(default)
     theta = read_theta(parameters, json, "rope_theta", default_theta)
-    share = 1.0
     if parts_of_heads:
         name = "partial_rotary_factor"
         share = _agreed(parameters, name, json, name, lambda keys, name: keys.number(name, None, most=1)) or share

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -37,13 +37,14 @@ class AttentionHalf(Protocol):
         self,
         x: Tensor,
         rotation: tuple[Tensor, Tensor] | None,
-        layer_cache: Tensor,
+        layer_cache: Any,
         slots: Tensor,
         attention: AttentionMetadata,
         adapter_slots: Tensor | None,
     ) -> Tensor:
-        """x: [num_tokens, hidden_size]; rotation: from `rotary_tables`, or None; layer_cache, slots: see `store_kv`;
-        adapter_slots: see `Linear`. Returns [num_tokens, hidden_size], which the caller sums over all ranks."""
+        """x: [num_tokens, hidden_size]; rotation: from `rotary_tables`, or None; layer_cache, slots: see `store_kv`, or
+        the layer's states, a tuple; adapter_slots: see `Linear`. Returns [num_tokens, hidden_size], which the caller
+        sums over all ranks."""
 
 
 class QkvAttention:
@@ -64,13 +65,14 @@ class QkvAttention:
         self._sinks = torch.empty(len(shard.heads), device=device) if config.sinks else None
         allocate = partial(Linear.allocate, dtype=dtype, device=device, deferred=deferred, ops=ops)
         hidden = config.hidden_size
-        self._qkv = allocate(sum(self._heads), hidden, config.qkv_bias)
+        self._parts = [self._heads[0] * (2 if config.gated_attention else 1), *self._heads[1:]]
+        self._qkv = allocate(sum(self._parts), hidden, config.qkv_bias)
         wide, adds_bias = ops.WIDE_PRODUCTS, ranks.rank == 0
         self._out = allocate(hidden, self._heads[0], config.out_bias, wide=wide, adds_bias=adds_bias)
 
     @property
     def projections(self) -> list[Projection]:
-        query, key, value = self._heads
+        query, key, value = self._parts
         if self._config.fused_checkpoint:
             qkv = {"self_attn.qkv_proj": query + key + value}
         else:
@@ -97,9 +99,13 @@ class QkvAttention:
         attention: AttentionMetadata,
         adapter_slots: Tensor | None,
     ) -> Tensor:
-        config = self._config
+        config, gate, qkv = self._config, None, self._qkv(x, adapter_slots)
+        if config.gated_attention:
+            queries, others = torch.split(qkv, [self._parts[0], sum(self._parts[1:])], dim=1)
+            queries, gate = queries.unflatten(1, (-1, 2, config.head_dim)).unbind(2)  # type: ignore[no-untyped-call]
+            qkv = torch.cat((queries.flatten(1), others), dim=1)
         attended = self._ops.qkv_attention(
-            self._qkv(x, adapter_slots),
+            qkv,
             self._qk_norms,
             config.rms_norm_eps,
             config.norm_offset,
@@ -112,6 +118,8 @@ class QkvAttention:
             config.attention_soft_cap,
             self._sinks,
         )
+        if gate is not None:
+            attended = self._ops.gated_activation(torch.cat((gate.flatten(1), attended), dim=1), "sigmoid")
         return self._out(attended, adapter_slots)
 
 

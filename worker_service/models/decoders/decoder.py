@@ -6,6 +6,7 @@ Each half of a layer (attention, then an MLP) reads the normalised residual stre
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,9 @@ from worker_service.models.decoders.attention import AttentionHalf, LatentAttent
 from worker_service.models.decoders.decoder_config import DecoderConfig, LayerConfig
 from worker_service.models.decoders.mlp import SHARED_EXPERTS, DenseMlp, MixtureMlp, Mlp, Projection
 from worker_service.models.decoders.shard import Shard
+from worker_service.models.decoders.states.halves import ConvolutionHalf, DeltaHalf, MambaHalf
 from worker_service.models.layers.linear import NONE_QUANTIZED, Linear, Quantization, Quantized, head_quantization
+from worker_service.models.layers.mixers import DeltaNet, Mamba2, ShortConvolution
 from worker_service.parallel.ranks import ALONE, Ranks
 
 
@@ -76,8 +79,7 @@ class DecoderLayer:
         self._attention_post_norm, self._mlp_post_norm = (
             torch.empty(hidden, dtype=dtype, device=device) if config.post_norms else None for _ in range(2)
         )
-        attention = partial(QkvAttention, window=layer.window) if config.latent is None else LatentAttention
-        self._attention: AttentionHalf = attention(config, dtype, device, ranks, shard, ops, deferred=deferred)
+        self._attention: AttentionHalf = _first_half(config, layer, dtype, device, ranks, shard, ops, deferred)
         dense = partial(
             DenseMlp, config, dtype=dtype, device=device, adds_bias=ranks.rank == 0, deferred=deferred, ops=ops
         )
@@ -95,18 +97,20 @@ class DecoderLayer:
     @property
     def projections(self) -> list[Projection]:
         """All linear layers."""
-        return self._attention.projections + self._mlp.projections
+        return self._named(self._attention.projections + self._mlp.projections)
 
     @property
     def adapted(self) -> list[Projection]:
         """The linear layers that can have adapters."""
-        return self._attention.adapted + self._mlp.adapted
+        return self._named(self._attention.adapted + self._mlp.adapted)
+
+    def _named(self, projections: list[Projection]) -> list[Projection]:
+        name = self._config.name
+        return [(linear, {name(part): size for part, size in parts.items()}) for linear, parts in projections]
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """See `Loadable.checkpoint_tensors`. Names are without the layer's prefix."""
         tensors = {"input_layernorm.weight": self._attention_norm, **self._attention.vectors, **self._mlp.vectors}
-        for linear, names in self.projections:
-            tensors |= linear.parts(names)
         if self._attention_post_norm is not None and self._mlp_post_norm is not None:
             tensors |= {
                 "post_attention_layernorm.weight": self._attention_post_norm,
@@ -115,6 +119,9 @@ class DecoderLayer:
             }
         else:
             tensors["post_attention_layernorm.weight"] = self._mlp_norm
+        tensors = {self._config.name(name): tensor for name, tensor in tensors.items()}
+        for linear, names in self.projections:
+            tensors |= linear.parts(names)
         return tensors
 
     def forward(
@@ -122,14 +129,15 @@ class DecoderLayer:
         delta: Tensor | None,
         residual: Tensor,
         rotation: tuple[Tensor, Tensor] | None,
-        layer_cache: Tensor,
+        layer_cache: Any,
         slots: Tensor,
         attention: AttentionMetadata,
         adapter_slots: Tensor | None,
     ) -> Tensor:
         """Add `delta` and the attention's output to `residual` in place; return the second half's output. delta:
         [num_tokens, hidden_size], the previous layer's result, or None. residual: [num_tokens, hidden_size] float32.
-        rotation: from `rotary_tables`, or None. layer_cache, slots: see `store_kv`."""
+        rotation: from `rotary_tables`, or None. layer_cache, slots: see `store_kv`; or the layer's
+        states, a tuple."""
         config, ops = self._config, self._ops
         eps, offset = config.rms_norm_eps, config.norm_offset
         if delta is None:
@@ -139,11 +147,35 @@ class DecoderLayer:
         delta = self._ranks.all_reduce(self._attention(x, rotation, layer_cache, slots, attention, adapter_slots))
         if self._attention_post_norm is not None:
             delta = ops.rms_norm(delta, self._attention_post_norm, eps, offset, torch.float32)
+        if config.residual_scale != 1:
+            delta = delta * config.residual_scale
         x = ops.add_rms_norm(delta, residual, self._mlp_norm, eps, offset)
         delta = self._ranks.all_reduce(self._mlp(x, adapter_slots))
         if self._mlp_post_norm is not None:
             delta = ops.rms_norm(delta, self._mlp_post_norm, eps, offset, torch.float32)
-        return delta
+        return delta if config.residual_scale == 1 else delta * config.residual_scale
+
+
+def _first_half(
+    config: DecoderConfig,
+    layer: LayerConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks: Ranks,
+    shard: Shard,
+    ops: Ops,
+    deferred: bool,
+) -> AttentionHalf:
+    hidden, eps = config.hidden_size, config.rms_norm_eps
+    match layer.mixer:
+        case ShortConvolution():
+            return ConvolutionHalf(layer.mixer, hidden, dtype, device, ops, deferred=deferred)
+        case DeltaNet():
+            return DeltaHalf(layer.mixer, hidden, eps, dtype, device, ops, deferred=deferred)
+        case Mamba2():
+            return MambaHalf(layer.mixer, hidden, eps, dtype, device, ops, deferred=deferred)
+    attention = partial(QkvAttention, window=layer.window) if config.latent is None else LatentAttention
+    return attention(config, dtype, device, ranks, shard, ops, deferred=deferred)
 
 
 class Decoder:
@@ -196,7 +228,7 @@ class Decoder:
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         embedding = self._embedding.own_rows(self._embedding.weight)
-        tensors = {"model.embed_tokens.weight": embedding, "model.norm.weight": self._norm}
+        tensors = {"model.embed_tokens.weight": embedding, self.config.name("model.norm.weight"): self._norm}
         if not self.config.tied_embeddings:
             tensors["lm_head.weight"] = self._embedding.own_rows(self._lm_head.weight)
         for number, layer in enumerate(self._layers):
@@ -266,6 +298,8 @@ class Decoder:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits, cap = self._lm_head(hidden), self.config.logit_soft_cap
+        if self.config.logit_divisor != 1:
+            logits = logits / self.config.logit_divisor
         if cap is not None:
             logits = cap * torch.tanh(logits / cap)
         # All ranks get all logits, and so sample the same tokens without further communication.

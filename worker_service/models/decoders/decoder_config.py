@@ -7,6 +7,8 @@ from kernels.linear.experts import Routing
 from kernels.ops import ClampedSwiglu
 from worker_service.models.causal_model import widest
 from worker_service.models.config.rope import Rope
+from worker_service.models.layer_needs import LayerKeys, LayerNeeds
+from worker_service.models.layers.mixers import Mixer
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Mixture:
     """Whether router and experts have biases."""
     activation: ClampedSwiglu | None = None
     """The experts'; None for the decoder's."""
+    shared_gate: bool = False
+    """Whether each token multiplies the shared experts' output by a sigmoid (Qwen3-Next)."""
 
     def __post_init__(self) -> None:
         if self.num_chosen > self.num_experts:
@@ -93,6 +97,8 @@ class LayerConfig:
     """Size in tokens, including the query; None without a window."""
     mixture: Mixture | None = None
     """None for a dense layer. All mixtures of a network are equal."""
+    mixer: Mixer | None = None
+    """None for attention. Layers with a mixer keep states in place of keys and values."""
 
 
 @dataclass(frozen=True)
@@ -120,15 +126,25 @@ class DecoderConfig:
     """Whether queries and keys are normalised per head, before rotary embeddings."""
     post_norms: bool = False
     """Whether the outputs of both halves are normalised, too."""
+    gated_attention: bool = False
+    """Whether each query head has a gate beside its query: a sigmoid for each element of its output (Qwen3-Next)."""
     sinks: bool = False
     """Whether each query head has a sink, see `paged_attention`."""
     norm_offset: float = 0.0
     """Number to add to all norms' weights."""
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Factor on the outputs of both halves of a layer."""
+    logit_divisor: float = 1.0
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
     fused_checkpoint: bool = False
     """Whether query, key and value are one tensor in the checkpoint, and gate and up another."""
+    fused_gate_up: bool = False
+    """Whether gate and up of dense networks and shared experts are one tensor in the checkpoint."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Names in the checkpoint that are not Llama's: the beginning of Llama's, and of this family's. Names in layers
+    are without the layer's prefix."""
     latent: Latent | None = None
     """None without latent attention. Otherwise num_kv_heads is 1 and head_dim is `latent.key_dim`."""
     ignored_tensors: tuple[str, ...] = ()
@@ -166,6 +182,23 @@ class DecoderConfig:
 
     def untied(self, own: frozenset[str]) -> "DecoderConfig":
         return replace(self, tied_embeddings=False) if own else self
+
+    @property
+    def layer_needs(self) -> tuple[LayerNeeds, ...]:
+        """The needs of each layer, if some layers have states; otherwise (). See `needs_of`."""
+        if all(layer.mixer is None for layer in self.layers):
+            return ()
+        return tuple(
+            LayerKeys(self.num_kv_heads, self.head_dim, self.kv_parts, layer.window)
+            if layer.mixer is None
+            else layer.mixer.needs
+            for layer in self.layers
+        )
+
+    def name(self, llamas: str) -> str:
+        """A tensor's name in the checkpoint."""
+        found = (theirs + llamas[len(ours) :] for ours, theirs in self.renamed if llamas.startswith(ours))
+        return next(found, llamas)
 
     @property
     def mixture(self) -> Mixture | None:

@@ -17,6 +17,7 @@ from worker_service.models.decoders.family_keys import (
     read_layers,
     read_size,
 )
+from worker_service.models.decoders.states.families import FAMILIES_WITH_STATES
 from worker_service.read_keys import ReadKeys
 
 _KINDS = ("full_attention", "sliding_attention")
@@ -227,7 +228,7 @@ def _gpt_oss(json: ReadKeys) -> DecoderConfig:
     )
 
 
-FAMILIES: dict[str, Callable[[ReadKeys], DecoderConfig]] = {
+FAMILIES: dict[str, Callable[[ReadKeys], DecoderConfig]] = FAMILIES_WITH_STATES | {
     "deepseek_v2": read_deepseek_v2,
     "deepseek_v3": read_deepseek_v3,
     "gemma": _gemma,

@@ -6,6 +6,7 @@ from typing import Any
 from worker_service.models.config.config_limits import SIZES
 from worker_service.models.config.rope import Rope, read_rope
 from worker_service.models.decoders.decoder_config import DecoderConfig, Latent, LayerConfig, Mixture
+from worker_service.models.layers.mixers import Mixer
 from worker_service.read_keys import REFUSED, ReadKeys
 
 _OTHER_LENGTHS = ("max_seq_len", "max_seq_length", "max_sequence_length", "seq_len", "seq_length")
@@ -18,17 +19,21 @@ def read_layers(
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
     eps: float = 1e-6,
+    eps_name: str = "rms_norm_eps",
     tied_embeddings: bool = False,
     activation: str | None = None,
+    intermediate_size: int | None = None,
     ropes: Sequence[Rope | None] | None = None,
     windows: Sequence[int | None] | None = None,
     mixtures: Sequence[Mixture | None] | None = None,
+    mixers: Sequence[Mixer | None] | None = None,
     attention_scale: float | None = None,
     latent: Latent | None = None,
     **options: Any,
 ) -> DecoderConfig:
     """Read the keys of all families. num_kv_heads, head_dim, eps, tied_embeddings: the family's defaults. With `latent`
-    the caller gives `ropes`."""
+    the caller gives `ropes`. With `intermediate_size` or `mixers`, the caller has read `intermediate_size` or
+    `layer_types`."""
     if activation is None:
         activation = json.choice("hidden_act", ACTIVATIONS, "silu")
     num_heads, num_layers = read_size(json, "num_attention_heads"), num_layers_of(json)
@@ -41,23 +46,28 @@ def read_layers(
     if ropes is None:
         ropes = [read_rope(json, head_dim)] * num_layers
     window_kinds = ["full_attention" if window is None else "sliding_attention" for window in windows or ()]
-    json.neutral(layer_types=window_kinds or ["full_attention"] * num_layers)
+    if mixers is None:
+        json.neutral(layer_types=window_kinds or ["full_attention"] * num_layers)
     if not any(windows or ()) and json.plain.get("use_sliding_window") is False:
         json.without_effect("use_sliding_window", "sliding_window", "max_window_layers")
     return DecoderConfig(
         vocabulary_size=read_size(json, "vocab_size"),
         hidden_size=read_size(json, "hidden_size"),
-        intermediate_size=read_size(json, "intermediate_size"),
+        intermediate_size=read_size(json, "intermediate_size") if intermediate_size is None else intermediate_size,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_model_len=_max_model_len(json, ropes),
-        rms_norm_eps=float(json.number("rms_norm_eps", eps)),
+        rms_norm_eps=float(json.number(eps_name, eps)),
         activation=ACTIVATIONS[activation],
         layers=tuple(
-            LayerConfig(rope, window, mixture)
-            for rope, window, mixture in zip(
-                ropes, windows or [None] * num_layers, mixtures or [None] * num_layers, strict=True
+            LayerConfig(rope, window, mixture, mixer)
+            for rope, window, mixture, mixer in zip(
+                ropes,
+                windows or [None] * num_layers,
+                mixtures or [None] * num_layers,
+                mixers or [None] * num_layers,
+                strict=True,
             )
         ),
         tied_embeddings=json.boolean("tie_word_embeddings", tied_embeddings),

@@ -67,7 +67,7 @@ class DenseMlp:
     @property
     def projections(self) -> list[Projection]:
         name = self._name
-        if self._config.fused_checkpoint:
+        if self._config.fused_checkpoint or self._config.fused_gate_up:
             gate_up = {f"{name}.gate_up_proj": 2 * self._inner}
         else:
             gate_up = {f"{name}.gate_proj": self._inner, f"{name}.up_proj": self._inner}
@@ -109,6 +109,10 @@ class MixtureMlp:
             empty(config.hidden_size), empty() if biased else None, wide=True, batch_invariant=True, quantisable=False,
             ops=self._ops,
         )  # fmt: skip
+        self._shared_gate: Linear | None = None
+        if mixture.shared_gate:
+            weight = torch.empty(1, config.hidden_size, dtype=dtype, device=device)
+            self._shared_gate = Linear(weight, wide=True, batch_invariant=True, quantisable=False, ops=self._ops)
         self._bias: Tensor | None = None
         if mixture.routing is not None and mixture.routing.is_sigmoid:
             self._bias = torch.empty(mixture.num_experts, device=device)  # float32, as the router's results
@@ -127,6 +131,8 @@ class MixtureMlp:
             expert = f"{names.experts}.{number}"
             fused = {f"{expert}.{name}": 2 * self._inner // len(names.gate_up) for name in names.gate_up}
             projections += [(gate_up, fused), (down, {f"{expert}.{names.down}": self._config.hidden_size})]
+        if self._shared_gate is not None:
+            projections.append((self._shared_gate, {f"{SHARED_EXPERTS}_gate": 1}))
         return projections + ([] if self._shared is None else self._shared.projections)
 
     @property
@@ -149,4 +155,10 @@ class MixtureMlp:
         inner = self._gate_up(x.index_select(0, rows.tokens), rows.ends)
         returned = self._down(self._ops.gated_activation(inner, self._activation), rows.ends)
         combined = self._ops.combine_rows(returned, rows.places, weights)
-        return combined if self._shared is None else combined.add_(self._shared(x, adapter_slots))
+        if self._shared is None:
+            return combined
+        shared = self._shared(x, adapter_slots)
+        if self._shared_gate is not None:
+            gate = self._shared_gate(x)
+            shared = shared * self._ops.gated_activation(torch.cat((gate, torch.ones_like(gate)), dim=1), "sigmoid")
+        return combined.add_(shared)

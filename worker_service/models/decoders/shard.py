@@ -140,6 +140,8 @@ def part_of(config: ModelConfig, ranks: Ranks) -> tuple[int, Mapping[str, Cut]]:
             "--tensor-parallel-size is for the families that run natively; this model runs in transformers' own code, "
             "which keeps its layers whole"
         )
+    if config.layer_needs:
+        raise StartError("--tensor-parallel-size is for networks without states; layers with states are kept whole")
     shard = Shard.of(config, ranks.rank, ranks.size)
     return len(shard.kv_heads), shard.cuts(config)
 

@@ -1,0 +1,1 @@
+"""Layers of the native decoder that keep states in place of keys and values."""
