@@ -54,6 +54,35 @@ def _windows(folder: Path) -> None:
     Gemma3ForCausalLM(config).save_pretrained(folder)
 
 
+def _states(folder: Path) -> None:
+    """Two layers with attention, and two with states: convolutions and a gated delta rule."""
+    import torch
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    write_byte_tokenizer(folder)
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 259, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
+    states = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    }
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    }
+    kinds = ["linear_attention", "full_attention"] * 2
+    config = Qwen3NextConfig(
+        **sizes, **heads, **states, **experts, layer_types=kinds, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        initializer_range=0.2,
+    )  # fmt: skip
+    Qwen3NextForCausalLM(config).save_pretrained(folder)
+
+
 @dataclass(frozen=True)
 class Model:
     """The model, and its number of processes, which changes sums."""
@@ -65,6 +94,7 @@ class Model:
     num_ranks: int = 1
     blocks_each: int = 1
     """Blocks of all groups of layers for a block's tokens, at most."""
+    has_states: bool = False
 
 
 MODELS = (
@@ -84,8 +114,9 @@ MODELS = (
         ("float32",),
     ),
     Model("windows", _windows, Kind(has_adapters=False), blocks_each=3),
+    Model("states", _states, Kind(has_adapters=False), has_states=True),
 )
-WEIGHTS = (6, 3, 1, 1, 1, 4)
+WEIGHTS = (6, 3, 1, 1, 1, 4, 4)
 """Weights of MODELS in draws."""
 
 
@@ -108,8 +139,8 @@ def flags_of(model: Model, dtype: str) -> tuple[str, ...]:
 def roomy(model: Model, dtype: str, adapters: Path) -> Settings:
     """Nothing is short, shared or drafted."""
     sizes = ("--num-gpu-blocks-override", "1024", "--block-size", "16", "--swap-space", "0")
-    # Alone, all layers keep the whole context.
-    sizes = (*sizes, "--disable-hybrid-kv-cache-manager")
+    if not model.has_states:  # alone, all layers keep the whole context
+        sizes = (*sizes, "--disable-hybrid-kv-cache-manager")
     worker = (*flags_of(model, dtype), *sizes, *(("--max-loras", "4") if model.kind.has_adapters else ()))
     scheduler = ("--no-prefix-caching", *_adapters(model, adapters))
     return Settings(worker, scheduler, 1, guesses=False, has_priorities=False)
@@ -117,13 +148,16 @@ def roomy(model: Model, dtype: str, adapters: Path) -> Settings:
 
 def draw_settings(draw: Random, model: Model, dtype: str, adapters: Path, asked: Sequence[Asked]) -> Settings:
     """Pools with room for the largest request, and for little besides."""
-    guesses = not model.kind.has_encoder and model.num_ranks == 1 and draw.random() < 0.4
+    may_guess = not (model.kind.has_encoder or model.has_states) and model.num_ranks == 1
+    guesses = may_guess and draw.random() < 0.4
     lookahead = draw.choice([1, 3, 8]) if guesses else 0
     block_size = draw.choice([1, 4, 8, 8, 16])
     largest = max(one.num_blocks(block_size, lookahead) for one in asked)
     num_blocks = int(largest * model.blocks_each * draw.choice([1.1, 1.3, 2.0])) + 2
     if model.kind.has_encoder:  # for the longest input that an encoder may have, room is kept
         num_blocks += MAX_ENCODER_TOKENS // block_size + 3
+    if model.has_states:  # of each output, in one or two groups
+        num_blocks += MAX_OUTPUTS
     policy = draw.choice(["fcfs", "priority", "fair"])
     worker = [
         *flags_of(model, dtype),
