@@ -4,6 +4,7 @@
   caching. PEER is a Python that can import vllm, whose scheduler is measured in turn
   (`bench/systems/peer_vllm_scheduler.py`) for the ratio `vllm_over_ours`.
 - `us_per_step_by_waiting`: a step of 256 sequences while few or many requests wait.
+- `us_per_step_by_layer_groups`: a step of 256 sequences whose layers are in one or several groups.
 - `us_per_step_by_workers`: planning a step of 32 sequences for a worker that has its own queue, or shares it with 999
   others. The mean over as many steps as fill a block, after as many to warm the processor's caches; the median over
   workers. For `us_per_step_by_workers_cold`, workers run one step in turn, so that the caches contain other workers'
@@ -37,6 +38,7 @@ from scheduler_service.core import (
     SequenceGroup,
     WaitingQueue,
 )
+from scheduler_service.core.config import LayerGroup
 from scheduler_service.wire.codec import decode_model_output, encode_scheduler_output
 
 
@@ -52,6 +54,12 @@ class Load:
 
 
 LOAD = Load()
+LAYER_GROUPS = {
+    "full": (),
+    "full, window of 1,024": (LayerGroup(LOAD.block_size), LayerGroup(LOAD.block_size, 1024)),
+    "full, states": (LayerGroup(LOAD.block_size), LayerGroup(0)),
+    "full, six groups with states": (LayerGroup(LOAD.block_size), *[LayerGroup(0)] * 6),
+}
 SIZES = (32, 256, 1024)
 NUM_ROUNDS = 5
 NUM_WORKERS = 1000
@@ -100,7 +108,11 @@ class Peer:
 
 
 def make_scheduler(
-    num_seqs: int, *, queue: WaitingQueue | None = None, num_blocks_each: int = LOAD.num_blocks_each
+    num_seqs: int,
+    *,
+    queue: WaitingQueue | None = None,
+    num_blocks_each: int = LOAD.num_blocks_each,
+    layer_groups: tuple[LayerGroup, ...] = (),
 ) -> Scheduler:
     """`num_seqs` running sequences whose prompts have been computed."""
     config = SchedulerConfig(
@@ -109,6 +121,7 @@ def make_scheduler(
         max_num_batched_tokens=max(LOAD.max_num_batched_tokens, num_seqs),
         max_num_seqs=num_seqs,
         max_model_len=1 << 20,
+        layer_groups=layer_groups,
     )
     scheduler = Scheduler(config, WaitingQueue() if queue is None else queue)
     add_requests(scheduler, num_seqs)
@@ -163,6 +176,15 @@ def us_per_step_by_waiting() -> dict[int, float]:
     schedulers = {number: make_scheduler(256) for number in (10, 1_000_000)}
     for number, scheduler in schedulers.items():
         add_requests(scheduler, number)
+    costs = fastest(*(partial(us_of_steps, scheduler, LOAD.num_steps) for scheduler in schedulers.values()))
+    return dict(zip(schedulers, costs, strict=True))
+
+
+def us_per_step_by_layer_groups() -> dict[str, float]:
+    schedulers = {
+        name: make_scheduler(256, num_blocks_each=2 * LOAD.num_blocks_each, layer_groups=groups)
+        for name, groups in LAYER_GROUPS.items()
+    }
     costs = fastest(*(partial(us_of_steps, scheduler, LOAD.num_steps) for scheduler in schedulers.values()))
     return dict(zip(schedulers, costs, strict=True))
 
@@ -223,11 +245,13 @@ def main() -> None:
     peer = Peer(path) if path else None
     costs = {size: us_per_seq_step(size, peer) for size in SIZES}
     waiting = us_per_step_by_waiting()
+    by_layer_groups = us_per_step_by_layer_groups()
     warm, cold = us_per_step_by_workers()
     codec_us, codec_bytes = codec_cost()
     report: dict[str, object] = {
         "us_per_seq_step": {size: cost[0] for size, cost in costs.items()},
         "us_per_step_by_waiting": waiting,
+        "us_per_step_by_layer_groups": by_layer_groups,
         "us_per_step_by_workers": warm,
         "us_per_step_by_workers_cold": cold,
         "codec_us": codec_us,
@@ -239,6 +263,8 @@ def main() -> None:
         table.add_row(f"a sequence and step, of {size:,d} running", *(f"{us:.2f}" for us in cost), *compared)
     for number, us in waiting.items():
         table.add_row(f"a step of 256 sequences, {number:,d} requests waiting", f"{us:.1f}")
+    for name, us in by_layer_groups.items():
+        table.add_row(f"a step of 256 sequences, layers: {name}", f"{us:.1f}")
     for caches, by_workers in (("", warm), (", caches cold", cold)):
         for number, us in by_workers.items():
             worker = "a lone worker" if number == 1 else f"one of {number:,d} workers"

@@ -15,6 +15,7 @@ from math import inf
 from slow_groups import Block, Key, SlowGroup, SlowSequence, Table
 
 from scheduler_service.core import PreemptionMode, SchedulerConfig
+from scheduler_service.core.blocks import states
 from scheduler_service.core.config import LayerGroup
 
 
@@ -372,9 +373,11 @@ class SlowBlocks:
         page = self.config.block_size
         blocks = [table[0] for layers, table in zip(self.layers, sequence.device, strict=True) if layers.has_states]
         is_found, start = blocks[0].key is not None, sequence.computed
-        known = self.most_cached(sequence) * page
         if not is_found:
-            is_place = start >= min(known, sequence.num_prompt_tokens) or start == sequence.num_shared * page
+            is_place = start == self.most_cached(sequence) * page
+            if start >= sequence.num_prompt_tokens and sequence.uncomputed <= 1:
+                is_place = start // page % max(1, states.OUTPUT_SPACING // page) == 0
+            is_place = is_place or start == sequence.num_shared * page
             is_place = is_place and start and start % page == 0 and self.config.prefix_caching
             if not is_place or any(other is sequence for other, _, _ in self.kept):
                 return 0

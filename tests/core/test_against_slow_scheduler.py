@@ -34,6 +34,7 @@ from scheduler_service.core import (
     SequenceStatus,
     WaitingQueue,
 )
+from scheduler_service.core.blocks import states
 from scheduler_service.core.blocks.tables import NO_BLOCK
 from scheduler_service.core.outputs import TokenLogprobs
 from scheduler_service.core.queues import waiting_queue
@@ -240,7 +241,10 @@ def test_every_decision_is_that_of_the_slow_scheduler(
     """What may happen follows from the seed; which requests take part is chosen, so that a failure shrinks to few, and
     whether they share their prompts. Most workers' layers are in one to four groups. A step's looks at those that wait
     for a prefix may end early."""
-    with mock.patch.object(waiting_queue, "MAX_SHARING", Random(f"{seed} most").choice([1, 2, 256])):
+    with (
+        mock.patch.object(waiting_queue, "MAX_SHARING", Random(f"{seed} most").choice([1, 2, 256])),
+        mock.patch.object(states, "OUTPUT_SPACING", Random(f"{seed} spacing").choice([1, 4, 8])),
+    ):
         compare_decisions(seed, takes_part, share=share, divides_layers=divides_layers)
 
 
