@@ -80,8 +80,9 @@ SNAPSHOT: Frame = {
 
 NEXT: Frame = {"snapshot": True, "at": 0.5, "workers": {"w1": WORKER}, "totals": {"running": 0, "waiting": 0}}
 """Of the engine that follows: its clock begins anew, and it knows no request."""
-FEED: list[Frame | None] = [SNAPSHOT]
-"""What the next connections get; None: no answer. The last one stays."""
+FULL = "64 pages show this server's work already"
+FEED: list[Frame | str | None] = [SNAPSHOT]
+"""What the next connections get; None: no answer; a text: an error of the server. The last one stays."""
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +127,8 @@ def serve(route: Any) -> None:
         snapshot = FEED.pop(0) if is_admin and len(FEED) > 1 else FEED[0]
         if snapshot is None:
             route.abort()
+        elif isinstance(snapshot, str):
+            route.fulfill(status=503, json={"error": {"message": snapshot}})
         else:
             route.fulfill(status=200 if is_admin else 403, body=f"data: {json.dumps(snapshot)}\n\n")
         return
@@ -271,10 +274,10 @@ CHUNKS: list[Frame] = [
                 "blocks": {"w1": {"device": [[0, "1" * step + "0" * (40 - step)]]}},
             }
             | ({"snapshot": True, "workers": {"w1": WORKER}, "totals": {}} if step == start else {})
-            for step in range(start, min(30, start + 10))
+            for step in range(start, start + 10)
         ],
     }
-    for start in (0, 10, 20)
+    for start in (1, 11, 21)
 ]
 
 
@@ -282,12 +285,13 @@ def test_a_step_of_a_recording_is_its_frames_applied_up_to_it(page: Any) -> None
     info = {"recording": {"name": "a run", "num_steps": 30, "first_at": 0.0, "last_at": 2.9}}
     page.evaluate("info => showRecording(info)", info)
     slider = page.get_by_role("slider", name="step")
-    for step in (13, 29, 4, 5, 0):
+    for step in (13, 30, 30, 4, 5, 1):
         slider.fill(str(step))
         has_text(page, ".decisions", f"decision of step {step}")
         drawn(page, "held", list(range(step)))
     page.get_by_role("button", name="one step on").press("ArrowRight")
-    has_text(page, ".decisions", "decision of step 1")
+    has_text(page, ".decisions", "decision of step 2")
+    playwright.expect(page.get_by_role("alert")).to_have_count(0)
 
 
 def test_axe_finds_no_violation(page: Any) -> None:
@@ -317,14 +321,14 @@ def test_the_page_asks_for_a_key_and_connects_again(tab: Any) -> None:
 
 
 def test_the_engine_that_follows_a_lost_one_is_shown_and_nothing_of_the_old(tab: Any) -> None:
-    """Of the same server, and of one whose process was lost in between."""
-    for feed in ([NEXT], [None, NEXT]):
+    """Of the same server, of one whose process was lost in between, and of one that has no room for a while."""
+    for feed, reason in (([NEXT], ""), ([None, NEXT], "the server does not answer"), ([FULL, NEXT], FULL)):
         FEED[:] = [SNAPSHOT]
         has_text(tab, ".live-requests h3", "Requests 5")
         FEED[:] = feed
-        if feed[0] is None:
+        if reason:
             status = tab.get_by_role("status")
-            playwright.expect(status).to_have_text("Not connected: the server does not answer. What is shown is old.")
+            playwright.expect(status).to_have_text(f"Not connected: {reason}. What is shown is old.")
         has_text(tab, ".live-requests h3", "Requests 0")
         has_text(tab, ".pool .counts", "40 blocks: 40 free")
         has_text(tab, ".live-events", "Nothing has happened yet.")

@@ -109,11 +109,10 @@ export async function read(answer, body, key, signal, route = "/v1/chat/completi
 /** A good answer. Throws an Error with the server's sentence and `status` for any other. */
 export async function checked(response) {
   if (response.ok) return response;
-  const text = await response.text();
-  let reason = text || `the server answered ${response.status}`;
+  let reason = `the server answered ${response.status}`;
   try {
-    reason = JSON.parse(text).error.message;
-  } catch {} // not the server's own answer
+    reason = (await response.json()).error.message;
+  } catch {} // not the server's own answer, but a proxy's page
   throw Object.assign(new Error(reason), { status: response.status });
 }
 

@@ -1,4 +1,5 @@
 // Reads /page/feed, with fetch: an EventSource cannot send a key.
+import { checked } from "./chat.js";
 
 const SILENT_MS = 15000; // the feed sends a frame at least every 5 s
 export const MAX_WAIT_MS = 5000; // between two tries to reach the server
@@ -13,8 +14,7 @@ export async function follow(world, key, tell, signal) {
       const answer = await fetch("/page/feed", { headers: key ? { Authorization: `Bearer ${key}` } : {}, signal });
       if (answer.status === 401 || answer.status === 403)
         throw new Refused("The server refuses this key: it must be one with admin.");
-      if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
-      for await (const frame of frames(answer.body)) {
+      for await (const frame of frames((await checked(answer)).body)) {
         if (frame.snapshot) tell("connected");
         world.apply(frame);
         wait = 250;

@@ -6,6 +6,7 @@ import { Life, Queue, Requests } from "./requests.js";
 import { Workers } from "./workers.js";
 import { World } from "./world.js";
 
+const FIRST = 1; // the number of the first step
 const KEPT_CHUNKS = 8;
 const SPEEDS = [1, 5, 20, 60]; // steps a second
 
@@ -27,9 +28,7 @@ export class Recording {
       this.#next = 0;
     }
     const { frames } = chunk;
-    // The first frame is applied in any case: it is a snapshot and brings the world into the chunk.
-    do this.world.apply(frames[this.#next++]);
-    while (this.#next < frames.length && frames[this.#next].step <= step);
+    while (this.#next < frames.length && frames[this.#next].step <= step) this.world.apply(frames[this.#next++]);
   }
 
   async #find(step) {
@@ -53,19 +52,18 @@ export function RecordingView({ info }) {
   const { name, num_steps, first_at, last_at } = info.recording;
   const recording = useMemo(() => new Recording(fetchChunk), [name]);
   const focus = useMemo(() => new Focus(), [name]);
-  const [step, setStep] = useState(0);
-  const [shown, setShown] = useState(-1);
+  const [step, setStep] = useState(FIRST);
+  const [shown, setShown] = useState(FIRST);
   const [speed, setSpeed] = useState(5);
   const [playing, setPlaying] = useState(false);
   const [error, setError] = useState("");
-  const wanted = useRef(0);
+  const wanted = useRef(FIRST);
   const busy = useRef(false);
-  const last = num_steps - 1;
   const { world } = recording;
 
   // One seek at a time, always to the newest wish: a slider that is dragged wishes faster than chunks arrive.
   const go = async (to) => {
-    wanted.current = Math.max(0, Math.min(last, to));
+    wanted.current = Math.max(FIRST, Math.min(num_steps, to));
     setStep(wanted.current);
     if (busy.current) return;
     busy.current = true;
@@ -84,12 +82,12 @@ export function RecordingView({ info }) {
       busy.current = false;
     }
   };
-  useEffect(() => void go(0), [recording]);
+  useEffect(() => void go(FIRST), [recording]);
   useEffect(() => {
     if (!playing) return undefined;
     const timer = setInterval(() => {
       if (document.hidden || busy.current) return;
-      if (wanted.current >= last) setPlaying(false);
+      if (wanted.current >= num_steps) setPlaying(false);
       else go(wanted.current + 1);
     }, 1000 / speed);
     return () => clearInterval(timer);
@@ -102,24 +100,24 @@ export function RecordingView({ info }) {
     event.preventDefault();
   };
   const toggle = () => {
-    if (!playing && wanted.current >= last) go(0);
+    if (!playing && wanted.current >= num_steps) go(FIRST);
     setPlaying(!playing);
   };
   return html`<div class="live recording" onKeyDown=${keyed}>
     <section class="player" aria-label="Steps of the recording">
       <button type="button" onClick=${toggle}>${playing ? "pause" : "play"}</button>
-      <button type="button" aria-label="one step back" onClick=${() => go(step - 1)} disabled=${step <= 0}>‹</button>
-      <input type="range" min="0" max=${last} value=${step} aria-label="step" aria-valuetext=${`step ${step} of ${last}`}
+      <button type="button" aria-label="one step back" onClick=${() => go(step - 1)} disabled=${step <= FIRST}>‹</button>
+      <input type="range" min=${FIRST} max=${num_steps} value=${step} aria-label="step" aria-valuetext=${`step ${step} of ${num_steps}`}
         onInput=${(event) => (setPlaying(false), go(Number(event.target.value)))} />
-      <button type="button" aria-label="one step on" onClick=${() => go(step + 1)} disabled=${step >= last}>›</button>
+      <button type="button" aria-label="one step on" onClick=${() => go(step + 1)} disabled=${step >= num_steps}>›</button>
       <label>steps a second <select value=${speed} onChange=${(event) => setSpeed(Number(event.target.value))}>
         ${SPEEDS.map((one) => html`<option value=${one}>${one}</option>`)}
       </select></label>
-      <span class="counts">step ${step} of ${last}, ${seconds(world.at)} of ${seconds(last_at - first_at)}</span>
+      <span class="counts">step ${step} of ${num_steps}, ${seconds(world.at)} of ${seconds(last_at - first_at)}</span>
     </section>
     ${error && html`<p class="error" role="alert">The step cannot be shown: ${error}.</p>`}
     <section class="decisions" aria-label="Decisions of the step">
-      <h3>${name}: decisions of step ${Math.max(0, shown)}</h3>
+      <h3>${name}: decisions of step ${shown}</h3>
       <ul aria-live=${playing ? "off" : "polite"}>${(world.decisions.length ? world.decisions : ["nothing"]).map((text) => html`<li>${text}</li>`)}</ul>
       <p class="counts">${many(world.totals.running ?? 0, "running request")}, ${whole(world.totals.waiting ?? 0)} waiting</p>
     </section>
