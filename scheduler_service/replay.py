@@ -6,6 +6,7 @@ pagewire scheduler --record FILE writes a recording. The last line of output is 
 import argparse
 import contextlib
 import json
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ EXIT_CODES = """\
 exit status:
   0  every decision is the same
   1  a decision differs; the first is named
-  2  the recording cannot be used, or only the part before the named byte, which was replayed
+  2  the recording or the port cannot be used, or only the part before the named byte, which was replayed
 """
 
 
@@ -69,14 +70,26 @@ def parse_arguments(arguments: Sequence[str] | None = None, program: str = PROGR
 
 def main(program: str = PROGRAM) -> None:
     arguments = parse_arguments(program=program)
-    with Chunks() as chunks:
-        _replay(program, arguments, chunks)
+    with contextlib.ExitStack() as stack:
+        # A port in use is named before the replay, which may take minutes.
+        listening = stack.enter_context(_listening(program, arguments.http_listen)) if arguments.page else None
+        _replay(program, arguments, stack.enter_context(Chunks()), listening)
 
 
-def _replay(program: str, arguments: argparse.Namespace, chunks: Chunks) -> None:
+def _listening(program: str, address: str) -> socket.socket:
+    from scheduler_service.frontend.http.page.recording import listening_socket
+
+    try:
+        return listening_socket(*split_address(address))
+    except OSError:
+        sys.stderr.write(f"{program}: {cannot_listen(address, '--http-listen')}\n")
+        sys.exit(2)
+
+
+def _replay(program: str, arguments: argparse.Namespace, chunks: Chunks, listening: socket.socket | None) -> None:
     began = time.perf_counter()
     replayer = Replayer()
-    frames = RecordedFrames(replayer, chunks) if arguments.page else None
+    frames = None if listening is None else RecordedFrames(replayer, chunks)
     status, problem = 0, ""
     try:
         with contextlib.ExitStack() as stack:
@@ -109,23 +122,14 @@ def _replay(program: str, arguments: argparse.Namespace, chunks: Chunks) -> None
         "seconds": time.perf_counter() - began,
     }
     sys.stdout.write(json.dumps(report) + "\n")
-    if frames is not None and frames.num_steps:
+    if listening is not None and frames is not None and frames.num_steps:
+        from scheduler_service.frontend.http.page.recording import recording_page, serve_recording
+
         sys.stdout.flush()
-        _serve(program, arguments, frames, chunks)
+        address = join_address(split_address(arguments.http_listen)[0], listening.getsockname()[1])
+        sys.stderr.write(f"the recording is at http://{address}; Ctrl-C ends this\n")
+        serve_recording(recording_page(arguments.recording, frames, chunks), listening)
     sys.exit(status)
-
-
-def _serve(program: str, arguments: argparse.Namespace, frames: RecordedFrames, chunks: Chunks) -> None:
-    from scheduler_service.frontend.http.page.recording import listening_socket, recording_page, serve_recording
-
-    host, port = split_address(arguments.http_listen)
-    try:
-        listening = listening_socket(host, port)
-    except OSError:
-        sys.exit(f"{program}: {cannot_listen(arguments.http_listen, '--http-listen')}")
-    address = join_address(host, listening.getsockname()[1])
-    sys.stderr.write(f"the recording is at http://{address}; Ctrl-C ends this\n")
-    serve_recording(recording_page(arguments.recording, frames, chunks), listening)
 
 
 if __name__ == "__main__":

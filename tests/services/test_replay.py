@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from scheduler_service.recording.format import RecordingError, frame, read_event
 from scheduler_service.recording.recorder import Recorder
 from scheduler_service.recording.replayer import DifferenceError, Moment, Replayer
 from scheduler_service.recording.words import compare_steps
+from scheduler_service.replay import main
 
 Change = Callable[[pb.RecordedEvent], object]
 
@@ -357,6 +359,18 @@ def test_the_command_replays_what_comes_before_a_cut(small: Path, tmp_path: Path
     assert "is cut off" in result.stderr
     report = json.loads(result.stdout.splitlines()[-1])
     assert (report["events"], report["identical"], report["complete"]) == (21, True, False)
+
+
+def test_a_port_in_use_is_named_before_the_recording_is_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        monkeypatch.setattr(sys, "argv", ["replay", "nowhere", "--page", "--http-listen", address])
+        with pytest.raises(SystemExit) as end:
+            main()
+    assert end.value.code == 2
+    assert f"cannot listen on {address}: port" in capsys.readouterr().err
 
 
 def test_the_command_says_what_is_no_recording_and_lists_its_exit_codes(tmp_path: Path) -> None:
