@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, Self
 
 STEPS = 256
 CHUNK_BYTES = 1 << 20
-"""A chunk ends after STEPS frames, or when its JSON has CHUNK_BYTES: a browser applies it at once."""
+"""A chunk ends after STEPS frames, or when its JSON has CHUNK_BYTES, because a browser applies it at once. If the key
+frame is large, the chunk has twice its bytes: else each step of a large pool would be a key frame."""
 MEMORY_BYTES = 64 << 20
 """Bytes of compressed chunks above which they are kept in a temporary file."""
 
@@ -33,7 +34,9 @@ class Chunks:
     @property
     def wants_key_frame(self) -> bool:
         """Whether the next frame must be a snapshot."""
-        return not self._frames or len(self._frames) >= STEPS or self._num_bytes >= CHUNK_BYTES
+        if not self._frames or len(self._frames) >= STEPS:
+            return True
+        return self._num_bytes >= max(CHUNK_BYTES, 2 * len(self._frames[0]))
 
     @property
     def num_chunks(self) -> int:
