@@ -1,13 +1,14 @@
 """Offline batches: a list of prompts in, a list of completions in the same order out."""
 
 import asyncio
+import contextlib
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -107,9 +108,7 @@ class LLM:
             "parse_special_tokens": [parse_special_tokens] * len(batch),
         }
         each = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        # A notebook runs an event loop in the current thread.
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(asyncio.run, self._generate(batch, each, progress)).result()
+        return _run(self._generate(batch, each, progress))
 
     async def _generate(
         self, batch: list[Prompt], each: Sequence[Mapping[str, Any]], progress: bool
@@ -145,8 +144,7 @@ class LLM:
             async with self._client() as client:
                 return await question(client)
 
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(asyncio.run, ask()).result()
+        return _run(ask())
 
     def close(self) -> None:
         """Stop the LLM's own server."""
@@ -160,6 +158,25 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` in an event loop of another thread, because a notebook runs one in its own. Ctrl-C cancels it."""
+    begun: Future[Callable[[], object]] = Future()
+
+    async def main() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        begun.set_result(lambda: loop.call_soon_threadsafe(cast("asyncio.Task[T]", task).cancel))
+        return await work
+
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(asyncio.run, main())
+        try:
+            return answer.result()
+        except KeyboardInterrupt:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                begun.result()()
+            raise
 
 
 def _refuse(arguments: Mapping[str, object], reason: str) -> None:

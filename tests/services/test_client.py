@@ -2,9 +2,14 @@
 
 import asyncio
 import gc
+import os
 import re
+import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import grpc
@@ -12,6 +17,7 @@ import pytest
 
 from pagewire_client import LLM, Client, LocalServer, SamplingParams, ServerError
 from pagewire_client.cli.parser import parse_arguments
+from pagewire_client.client import RETRY_SECONDS
 from pagewire_client.llm import collect
 
 
@@ -72,6 +78,22 @@ def test_an_llm_starts_both_services_and_stops_them_when_it_is_gone(
     del llm
     gc.collect()
     assert [process.poll() for process in processes] == [0, 0]
+
+
+def test_ctrl_c_ends_a_batch() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+
+        def interrupt() -> None:
+            with silent.accept()[0]:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            LLM(target=f"127.0.0.1:{silent.getsockname()[1]}").generate("hello", progress=False)
+        thread.join()
+    assert time.monotonic() - began < RETRY_SECONDS / 2
 
 
 def test_a_model_that_cannot_be_served_is_an_error_in_words() -> None:
