@@ -26,8 +26,11 @@ from rich.table import Table
 from bench.loads.drive import BenchError, Stream, drive
 from bench.loads.figures import Run, percentile, rate
 from bench.loads.load import Load, capped
-from pagewire_client import Client, SamplingParams
+from bench.systems.pagewire_system import grpc_stream
+from pagewire_client import Client
 from pagewire_client.cli.flag_values import access, folder, take_credentials
+from pagewire_common.connection.tls import TlsFolder
+from pagewire_common.start_error import StartError
 from scheduler_service.simulation.trace import Arrival, read_trace
 
 PERCENTS = (50, 90, 99)
@@ -59,22 +62,17 @@ class Server:
     @asynccontextmanager
     async def _over_grpc(self) -> AsyncIterator[Stream]:
         async with Client(self.name, retry_for=0, **self._access) as client:
-
-            async def stream(prompt: Sequence[int], output_tokens: int) -> AsyncIterator[int]:
-                sampling = SamplingParams(max_tokens=output_tokens, temperature=0, ignore_eos=True)
-                async for message in client.generate(prompt, sampling):
-                    if message.token_ids:
-                        yield len(message.token_ids)
-
-            yield stream
+            yield await grpc_stream(client)
 
     @asynccontextmanager
     async def _over_http(self) -> AsyncIterator[Stream]:
         headers = {"authorization": f"Bearer {self._access['api_key']}"}
-        connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
+        tls = self._access["tls"]
+        security = TlsFolder(tls).client_context() if tls is not None else True
+        connector, timeout = aiohttp.TCPConnector(limit=0, ssl=security), aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(self.name, connector=connector, timeout=timeout, headers=headers) as session:
             async with session.get("/v1/models") as response:
-                response.raise_for_status()
+                await self._check(response)
                 model = (await response.json())["data"][0]["id"]
 
             async def stream(prompt: Sequence[int], output_tokens: int) -> AsyncIterator[int]:
@@ -83,13 +81,14 @@ class Server:
                 body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
                 counted = 0
                 async with session.post("/v1/completions", json=body) as response:
-                    if response.status != 200:
-                        raise BenchError(f"{self.name} answered {response.status}: {await response.text()}")
+                    await self._check(response)
                     async for line in response.content:
                         data = line.removeprefix(b"data:").strip()
                         if not data.startswith(b"{"):
                             continue
                         event = json.loads(data)
+                        if error := event.get("error"):
+                            raise BenchError(f"{self.name} ended a stream: {error['message']}")
                         usage = event.get("usage")
                         tokens = usage["completion_tokens"] - counted if usage else int(counted < output_tokens)
                         if tokens:
@@ -97,6 +96,10 @@ class Server:
                             yield tokens
 
             yield stream
+
+    async def _check(self, response: aiohttp.ClientResponse) -> None:
+        if response.status != 200:
+            raise BenchError(f"{self.name} answered {response.status}: {await response.text()}")
 
 
 def arrivals_of(arguments: argparse.Namespace) -> list[Arrival]:
@@ -140,9 +143,7 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--target", metavar="HOST:PORT", default="127.0.0.1:50051", help="gRPC (default %(default)s)")
     where.add_argument("--http", metavar="URL", help="completions over HTTP, such as http://127.0.0.1:8000")
-    parser.add_argument(
-        "--tls", metavar="FOLDER", type=folder, help="connect by TLS with the folder's ca.crt; for gRPC"
-    )
+    parser.add_argument("--tls", metavar="FOLDER", type=folder, help="connect by TLS with the folder's ca.crt")
     parser.add_argument("--trace", metavar="CSV", type=Path, help="TIMESTAMP, ContextTokens, GeneratedTokens")
     parser.add_argument("--speedup", type=_positive, default=1.0, help="divides the trace's times (default 1)")
     parser.add_argument("--requests", type=_count, help="number of requests (default 100, or the whole trace)")
@@ -219,7 +220,7 @@ def main() -> None:
             save_plot(run, arguments.plot)
     except ModuleNotFoundError as error:
         sys.exit(f"{program}: --plot needs {error.name}, which pip install -e '.[plot]' installs")
-    except (ValueError, BenchError, OSError, aiohttp.ClientError) as error:
+    except (ValueError, BenchError, StartError, OSError, aiohttp.ClientError) as error:
         sys.exit(f"{program}: {error}")
     except grpc.aio.AioRpcError as error:
         sys.exit(f"{program}: {error.code().name}: {error.details()}")

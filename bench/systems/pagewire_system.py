@@ -14,6 +14,19 @@ from pagewire_client import Client, LocalServer, SamplingParams
 from pagewire_common.connection.channel import open_channel
 
 
+async def grpc_stream(client: Client) -> Stream:
+    """Streams of a running server, whose connection is opened before the measurement."""
+    await client.get_model()
+
+    async def stream(prompt: Sequence[int], output_tokens: int) -> AsyncIterator[int]:
+        sampling = SamplingParams(max_tokens=output_tokens, temperature=0, ignore_eos=True)
+        async for message in client.generate(prompt, sampling):
+            if message.token_ids:
+                yield len(message.token_ids)
+
+    return stream
+
+
 class Pagewire:
     """A running scheduler and worker. `model` is a folder or a GGUF file, `flags` are the worker's.
 
@@ -46,15 +59,7 @@ class Pagewire:
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[Stream]:
         async with Client(self._server.target) as client:
-            await client.get_model()  # opens the gRPC connection before the measurement
-
-            async def stream(prompt: Sequence[int], output_tokens: int) -> AsyncIterator[int]:
-                sampling = SamplingParams(max_tokens=output_tokens, temperature=0, ignore_eos=True)
-                async for message in client.generate(prompt, sampling):
-                    if message.token_ids:
-                        yield len(message.token_ids)
-
-            yield stream
+            yield await grpc_stream(client)
 
     async def step_split(self) -> StepSplit:
         """Time of each phase of the worker's steps since the scheduler started."""
