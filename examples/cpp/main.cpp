@@ -42,7 +42,6 @@ static grpc::Status generate(pb::InferenceService::Stub& client, pb::GenerateReq
   auto heard = Clock::now();
   while (true) {
     grpc::ClientContext context;
-    context.set_wait_for_ready(true);
     context.set_deadline(std::chrono::system_clock::now() + std::chrono::minutes(10));
     context.AddMetadata("authorization", "Bearer " + variable("PAGEWIRE_CLIENT_API_KEY"));
     auto stream = client.Generate(&context, request);
@@ -68,7 +67,7 @@ static grpc::Status generate(pb::InferenceService::Stub& client, pb::GenerateReq
       return status;
     std::this_thread::sleep_for(std::chrono::milliseconds(300));
     *request.mutable_resume() = state;
-    std::cerr << "resumed" << std::endl;
+    std::cerr << "trying again" << std::endl;
   }
 }
 

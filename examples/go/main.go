@@ -38,7 +38,7 @@ func generate(ctx context.Context, client pb.InferenceServiceClient, request *pb
 	var tokens []uint32
 	heard := time.Now()
 	for {
-		stream, err := client.Generate(ctx, request, grpc.WaitForReady(true))
+		stream, err := client.Generate(ctx, request)
 		for err == nil {
 			var message *pb.GenerateResponse
 			if message, err = stream.Recv(); err != nil {
@@ -63,7 +63,7 @@ func generate(ctx context.Context, client pb.InferenceServiceClient, request *pb
 			request.Resume.Seed, request.Resume.ModelFingerprint = first.Seed, first.ModelFingerprint
 			request.Resume.Outputs = []*pb.ResumedOutput{{TokenIds: tokens}}
 		}
-		fmt.Fprintln(os.Stderr, "resumed")
+		fmt.Fprintln(os.Stderr, "trying again")
 	}
 }
 

@@ -62,7 +62,7 @@ class Main {
                 state.clearOutputs();
                 if (output.getTokenIdsCount() > 0) state.addOutputs(output);
                 request = request.toBuilder().setResume(state).build();
-                System.err.println("resumed");
+                System.err.println("trying again");
             }
         }
     }
@@ -83,7 +83,7 @@ class Main {
         var name = Metadata.Key.of("authorization", Metadata.ASCII_STRING_MARSHALLER);
         key.put(name, "Bearer " + System.getenv("PAGEWIRE_CLIENT_API_KEY"));
         var client = InferenceServiceGrpc.newBlockingStub(channel)
-            .withInterceptors(MetadataUtils.newAttachHeadersInterceptor(key)).withWaitForReady();
+            .withInterceptors(MetadataUtils.newAttachHeadersInterceptor(key));
 
         long[] seed = {0};
         generate(client, newRequest(words), message -> {

@@ -11,7 +11,7 @@ const { InferenceService } = grpc.loadPackageDefinition(file).pagewire.v1;
 const client = new InferenceService(target, grpc.credentials.createSsl(readFileSync(`${tls}/ca.crt`)), {
   "grpc.max_reconnect_backoff_ms": 2000,
 });
-const metadata = new grpc.Metadata({ waitForReady: true });
+const metadata = new grpc.Metadata();
 metadata.set("authorization", `Bearer ${key}`);
 
 const { UNAVAILABLE, CANCELLED, INTERNAL, ALREADY_EXISTS, RESOURCE_EXHAUSTED } = grpc.status;
@@ -38,7 +38,7 @@ async function* generate(request) {
       await pause(100 + 400 * Math.random());
       const outputs = tokens.length ? [{ index: 0, tokenIds: tokens }] : [];
       request = { ...request, resume: { seed: first?.seed, modelFingerprint: first?.modelFingerprint, outputs } };
-      process.stderr.write("resumed\n");
+      process.stderr.write("trying again\n");
     }
   }
 }

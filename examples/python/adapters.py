@@ -6,9 +6,12 @@ import os
 from pagewire_client import Client, SamplingParams
 from pagewire_client.llm import collect
 
+TARGET = os.environ.get("PAGEWIRE_TARGET", "127.0.0.1:50051")
+KEY = os.environ.get("PAGEWIRE_CLIENT_API_KEY", "")
+
 
 async def main() -> None:
-    async with Client(os.environ.get("PAGEWIRE_TARGET", "127.0.0.1:50051")) as client:
+    async with Client(TARGET, api_key=KEY) as client:
         names = ["", *(await client.get_model()).lora_names]
         sampling = SamplingParams(max_tokens=32, temperature=0)
         answers = await asyncio.gather(

@@ -7,6 +7,8 @@ import os
 from pagewire_client import Client, SamplingParams
 from pagewire_client.llm import collect
 
+TARGET = os.environ.get("PAGEWIRE_TARGET", "127.0.0.1:50051")
+KEY = os.environ.get("PAGEWIRE_CLIENT_API_KEY", "")
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"enum": ["Paris", "Rome"]}, "is_capital": {"type": "boolean"}},
@@ -15,7 +17,7 @@ SCHEMA = {
 
 
 async def main() -> None:
-    async with Client(os.environ.get("PAGEWIRE_TARGET", "127.0.0.1:50051")) as client:
+    async with Client(TARGET, api_key=KEY) as client:
         sampling = SamplingParams(max_tokens=128, json_schema=json.dumps(SCHEMA), strict=True)
         completion = await collect(client, [{"role": "user", "content": "Describe Paris."}], sampling)
         print(json.loads(completion.outputs[0].text)["city"])

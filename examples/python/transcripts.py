@@ -7,9 +7,12 @@ from pathlib import Path
 
 from pagewire_client import Client, Sound
 
+TARGET = os.environ.get("PAGEWIRE_TARGET", "127.0.0.1:50051")
+KEY = os.environ.get("PAGEWIRE_CLIENT_API_KEY", "")
+
 
 async def main(path: Path) -> None:
-    async with Client(os.environ.get("PAGEWIRE_TARGET", "127.0.0.1:50051")) as client:
+    async with Client(TARGET, api_key=KEY) as client:
         async for message in client.transcribe(Sound.read(path)):
             if message.HasField("segment"):
                 segment = message.segment

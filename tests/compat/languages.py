@@ -130,7 +130,7 @@ def test_a_program_streams_resumes_and_cancels(language: str, server: LocalServe
     assert done.returncode == 0, errors
     text, _, rest = printed.rpartition("\nseed ")
     seed, *last = rest.split()
-    assert (last, proxy.num_cut, errors.count("resumed")) == (["cancelled"], 1, 1), printed + errors
+    assert (last, proxy.num_cut, errors.count("trying again")) == (["cancelled"], 1, 1), printed + errors
     assert text == asyncio.run(_undisturbed(server, folder, int(seed)))
 
 

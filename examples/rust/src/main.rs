@@ -58,7 +58,7 @@ async fn generate(mut request: GenerateRequest, mut take: impl FnMut(&GenerateRe
         }
         tokio::time::sleep(Duration::from_millis(300)).await;
         request.resume = Some(state.clone());
-        eprintln!("resumed");
+        eprintln!("trying again");
     }
 }
 
