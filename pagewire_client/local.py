@@ -21,6 +21,8 @@ SILENT_SECONDS = 2.0
 """Seconds without a log line after which the user is told why the start waits."""
 MAX_EVENTS = 1000
 LOOK_SECONDS = 0.2
+POOLS: Mapping[int, tuple[str, ...]] = {ord("s"): ("--num-gpu-blocks-override", "512"), ord("w"): ()}
+"""Flags of the next worker by the byte that asks for it. Any other byte asks for the last worker's flags."""
 
 
 class ServerError(Exception):
@@ -160,6 +162,7 @@ class LocalServer:
         self._worker_arguments = ["--model", model, *worker_arguments]
         self._worker_address = ""
         self._kills: int | None = None  # a pipe, of which each byte asks for a kill
+        self._pool: tuple[str, ...] = ()
         try:
             worker = self._start("worker_service", self._worker_arguments)
             self._worker_address = worker_address = str(worker.wait_for("listening", timeout)["address"])
@@ -193,7 +196,9 @@ class LocalServer:
             if self._kills is None:
                 time.sleep(LOOK_SECONDS)
             elif select.select([self._kills], [], [], LOOK_SECONDS)[0]:
-                if os.read(self._kills, 64):
+                if asked := os.read(self._kills, 64):
+                    for byte in asked:
+                        self._pool = POOLS.get(byte, self._pool)
                     self.renew_worker()
                 else:  # the scheduler has ended
                     time.sleep(LOOK_SECONDS)
@@ -204,7 +209,7 @@ class LocalServer:
         """Kill the worker, and start another at its address."""
         self.processes[0].process.kill()
         self.processes[0].stop()
-        arguments = [*self._worker_arguments, "--listen", self._worker_address]
+        arguments = [*self._worker_arguments, *self._pool, "--listen", self._worker_address]
         self.processes[0] = ServiceProcess("worker_service", arguments, self._describe)
 
     def stop(self) -> list[int]:

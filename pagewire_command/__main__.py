@@ -1,6 +1,7 @@
 """`pagewire COMMAND`: runs one command, as its own program or in `python -m`."""
 
 import difflib
+import os
 import sys
 from importlib import import_module
 
@@ -13,6 +14,13 @@ usage: pagewire COMMAND [options]
 
 pagewire COMMAND --help lists a command's options; pagewire --version prints the version.
 """
+
+
+def program() -> None:
+    """The installed program. Its child processes import what it imports: `python -m` alone would prefer packages of the
+    current folder, such as those of a checkout without kernels."""
+    os.environ["PYTHONSAFEPATH"] = "1"
+    main()
 
 
 def main() -> None:

@@ -42,6 +42,7 @@ def serve(arguments: argparse.Namespace) -> None:
         *("--http-listen", arguments.listen),
         *("--listen", arguments.grpc_listen or _free(DEFAULT_TARGET)),
         *("--admin-listen", arguments.admin_listen or _free(DEFAULT_ADMIN_LISTEN)),
+        *(("--record", arguments.record) if arguments.record else ()),
     ]
     with LocalServer(
         arguments.model or "default", scheduler_arguments=addresses, describe=request_line, learns=True

@@ -36,6 +36,9 @@ def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         default=from_environment("PAGEWIRE_ADMIN_LISTEN"),
         help=f"where operators' commands are served (default {DEFAULT_ADMIN_LISTEN}, or a free port if it is in use)",
     )
+    serve.add_argument(
+        "--record", metavar="FILE", help="write every request and decision to a new file, for `pagewire replay`"
+    )
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:

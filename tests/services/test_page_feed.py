@@ -171,7 +171,7 @@ async def test_only_keys_that_administer_see_and_command(byte_tokenizer_director
             assert await answer.json() == {"num_blocks": 0}
         async with session.get("/page/adapters", headers=ADMIN) as answer:
             assert await answer.json() == {"adapters": []}
-        async with session.post("/page/learn/kill-worker", headers=ADMIN) as answer:
+        async with session.post("/page/learn/kill-worker", headers=ADMIN, json={}) as answer:
             assert answer.status == 400
             assert "pagewire serve" in (await answer.json())["error"]["message"]
         async with session.get("/page/info") as answer:  # a page asks before it has a key
@@ -185,9 +185,10 @@ async def test_a_page_asks_pagewire_serve_by_its_pipe_to_kill_the_worker(byte_to
         async with edge(byte_tokenizer_directory, learn_pipe=theirs) as (_, _, session):
             async with session.get("/page/info") as answer:
                 assert (await answer.json())["learn"]
-            async with session.post("/page/learn/kill-worker") as answer:
-                assert answer.status == 200
-            assert os.read(ours, 64) == b"k"
+            for asked in ({}, {"small_pool": True}, {"small_pool": False}):
+                async with session.post("/page/learn/kill-worker", json=asked) as answer:
+                    assert answer.status == 200
+            assert os.read(ours, 64) == b"ksw"
     finally:
         os.close(ours)
         os.close(theirs)

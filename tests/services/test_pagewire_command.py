@@ -3,9 +3,11 @@
 import argparse
 import asyncio
 import logging
+import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -137,6 +139,41 @@ def test_the_url_of_a_server_has_the_scheme_that_it_serves(
     service = SimpleNamespace(wait_for=lambda *_: event, stop=lambda: 0)
     monkeypatch.setattr(local, "ServiceProcess", lambda *_: service)
     assert LocalServer("m").http_url == f"{scheme}://127.0.0.1:2"
+
+
+@pytest.mark.parametrize(("asked", "is_small"), [(b"s", True), (b"sk", True), (b"sw", False), (b"k", False)])
+def test_the_next_worker_has_the_pool_that_the_page_asked_for(
+    asked: bytes, is_small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+
+    def start(module: str, arguments: list[str], _: object, pipes: Sequence[int] = ()) -> SimpleNamespace:
+        for pipe in pipes:  # as the scheduler would, later
+            os.write(pipe, asked)
+        started.append(arguments)
+        status = 0 if len(started) == 3 else None
+        process = SimpleNamespace(kill=lambda: None, poll=lambda: status)
+        event = {"address": "127.0.0.1:1", "http": "127.0.0.1:2"}
+        return SimpleNamespace(process=process, last_words="over", wait_for=lambda *_: event, stop=lambda: 0)
+
+    monkeypatch.setattr(local, "ServiceProcess", start)
+    monkeypatch.setattr(local, "LOOK_SECONDS", 0.0)
+    with LocalServer("m", learns=True) as server, pytest.raises(local.ServerError, match="over"):
+        server.wait()
+    assert ("--num-gpu-blocks-override" in started[2]) is is_small
+
+
+def test_children_of_the_program_import_nothing_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a checkout, whose packages have no compiled kernels."""
+    (tmp_path / "pagewire_common.py").write_text("raise SystemExit('another package')")
+    child = [sys.executable, "-c", "import pagewire_common.version"]
+    statuses: list[int] = []
+    monkeypatch.setattr(command, "main", lambda: statuses.append(subprocess.run(child, cwd=tmp_path).returncode))
+    monkeypatch.setenv("PYTHONSAFEPATH", "")  # as before, after this test
+    command.program()
+    assert statuses == [0]
 
 
 @pytest.fixture

@@ -159,7 +159,7 @@ class Pages:
         try:
             self._check(asked.authorization)
             if name == "kill_worker":
-                self._kill_worker()
+                self._kill_worker(asked.kill_worker)
                 return pb.Answer()
             if (command := self.commands.get(name)) is None:
                 raise RequestError(grpc.StatusCode.UNIMPLEMENTED, "this server has no such command")
@@ -171,12 +171,12 @@ class Pages:
             return _refusal(RequestError(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details"))
         return pb.Answer(data=response.SerializeToString())
 
-    def _kill_worker(self) -> None:
+    def _kill_worker(self, asked: pb.KillWorker) -> None:
         if (pipe := self._engine.settings.learn_pipe) is None:
             reason = "only `pagewire serve` can kill its worker, and start it again"
             raise RequestError(grpc.StatusCode.FAILED_PRECONDITION, reason)
         try:
-            os.write(pipe, b"k")
+            os.write(pipe, (b"s" if asked.small_pool else b"w") if asked.HasField("small_pool") else b"k")
         except OSError:
             raise RequestError(grpc.StatusCode.UNAVAILABLE, "`pagewire serve` does not answer") from None
 

@@ -31,6 +31,11 @@ class WorkerPart(Part):
     worker: Annotated[str, Field(max_length=256)]
 
 
+class KillPart(Part):
+    small_pool: bool | None = None
+    """The pool of the next worker; None for one like the last worker's."""
+
+
 class Page:
     """The page of one front end, whose files are read here."""
 
@@ -112,7 +117,7 @@ async def unload_adapter(call: Call) -> web.StreamResponse:
 
 async def kill_worker(call: Call) -> web.StreamResponse:
     """Kill the worker that `pagewire serve` started, which starts it again."""
-    await _administer(call, kill_worker={})
+    await _administer(call, kill_worker={"small_pool": (await call.fields(KillPart)).small_pool})
     return web.json_response({})
 
 

@@ -46,7 +46,7 @@ const LONG = "A scheduler shares the memory of its workers among requests. ".rep
 const EXPERIMENTS = [
   {
     name: "Fill the pool",
-    about: "Sixteen requests want more blocks than there are, if the pool is small. Watch the map fill up and the newest requests wait or lose their blocks.",
+    about: "Sixteen requests want 1,500 blocks of 16 tokens. In a small pool, watch the map fill up, and the newest requests wait or lose their blocks.",
     requests: () => Array.from({ length: 16 }, (_, i) => ({ prompt: `${i} ${LONG}`, max_tokens: 1000, ignore_eos: true })),
   },
   {
@@ -74,7 +74,7 @@ async function killDuring(answer, key, say) {
   );
   const reading = read(answer, STREAM, key, undefined, "/v1/completions");
   await Promise.race([begun, reading]);
-  await send(key, "POST", "/page/learn/kill-worker");
+  await send(key, "POST", "/page/learn/kill-worker", {});
   say("The worker is killed. The stream waits for the next one.");
   await reading;
   return `Kill the worker: the stream waited ${(longest / 1000).toFixed(1)} s, and has all of its ${answer.usage?.completion_tokens} tokens.`;
@@ -93,6 +93,11 @@ export function Learn({ accessKey }) {
       setSaid(failed ? `${name}: ${failed.reason.message}` : `${name}: done`);
     });
   };
+  const renew = (small) =>
+    send(accessKey, "POST", "/page/learn/kill-worker", { small_pool: small }).then(
+      () => setSaid("The worker starts again, which takes some seconds."),
+      (error) => setSaid(`The worker stays: ${error.message}`),
+    );
   const kill = async () => {
     const answer = new Answer();
     setStream(answer);
@@ -101,6 +106,8 @@ export function Learn({ accessKey }) {
     setKills(false);
   };
   return html`<section class="learn" aria-label="Experiments"><ul>
+    <li><button type="button" onClick=${() => renew(true)}>Small pool</button> <button type="button" onClick=${() => renew(false)}>Whole pool</button>
+      <span>The worker starts again with 512 blocks, or with all that it had. Requests go on, and memory becomes scarce soon.</span></li>
     ${EXPERIMENTS.map((one) => html`<li key=${one.name}><button type="button" onClick=${() => run(one)}>${one.name}</button> <span>${one.about}</span></li>`)}
     <li><button type="button" disabled=${kills} onClick=${kill}>Kill the worker</button> <span>A stream begins, and its worker is killed. Requests go back to the queue with the tokens that they have. The stream pauses, and goes on when a worker is there again.</span></li>
     </ul><p role="status">${said}</p>${stream && html`<${AnswerView} answer=${stream} />`}</section>`;
