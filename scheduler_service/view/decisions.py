@@ -95,14 +95,16 @@ def _chunks(output: SchedulerOutput) -> Iterator[str]:
     num_decodes, num_named = 0, 0
     rest: dict[SequenceGroup, int] = {}
     for sequence, num_tokens, _ in output.scheduled:
-        if num_tokens == 1 + output.num_draft_tokens.get(sequence, 0) and sequence.num_output_tokens:
+        end, total = sequence.num_computed_tokens - sequence.num_draft_tokens, sequence.num_tokens
+        # A step that is planned ahead computes a token which the worker has sampled and the core does not know.
+        is_ahead = end > total and not sequence.is_encoder
+        if is_ahead or (num_tokens == 1 + output.num_draft_tokens.get(sequence, 0) and sequence.num_output_tokens):
             num_decodes += 1
             continue
         if num_named == MAX_PREFILLS:
             rest[sequence.group] = rest.get(sequence.group, 0) + num_tokens
             continue
         num_named += 1
-        end, total = sequence.num_computed_tokens - sequence.num_draft_tokens, sequence.num_tokens
         what = "encoder tokens" if sequence.is_encoder else "tokens"
         left = "" if end >= total else f"; {total - end} are left, because the step has no more room"
         yield f"{name_of(sequence.group)} computes {what} {end - num_tokens} to {end} of {total}{left}"

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import gzip
 import json
+import re
 import signal
 import sys
 from pathlib import Path
@@ -92,6 +93,8 @@ def test_decisions_name_their_reasons(tmp_path: Path) -> None:
         " lost with ",
     ):
         assert words in said
+    chunks_said = re.findall(r" tokens (\d+) to (\d+) of (\d+)", said)
+    assert all(int(start) < int(end) <= int(total) for start, end, total in chunks_said)
 
 
 async def test_the_page_of_a_recording_is_served_until_a_signal(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import { Answer, asCurl, asPython, bodyOf, checked, messageOf, read } from "./ch
 
 const SETTINGS = {
   model: "", system: "", stop: "", tools: "", schema: "", logprobs: true,
-  numbers: { temperature: "0.7", top_p: "", max_tokens: "256", seed: "", min_p: "", repetition_penalty: "" },
+  numbers: { temperature: "0.2", top_p: "", max_tokens: "256", seed: "", min_p: "", repetition_penalty: "" },
 };
 
 /** `refused` is told the server's sentence about a key that it does not take. */

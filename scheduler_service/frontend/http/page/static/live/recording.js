@@ -53,7 +53,7 @@ export function RecordingView({ info }) {
   const recording = useMemo(() => new Recording(fetchChunk), [name]);
   const focus = useMemo(() => new Focus(), [name]);
   const [step, setStep] = useState(FIRST);
-  const [shown, setShown] = useState(FIRST);
+  const [shown, setShown] = useState(0); // none yet
   const [speed, setSpeed] = useState(5);
   const [playing, setPlaying] = useState(false);
   const [error, setError] = useState("");
@@ -117,8 +117,8 @@ export function RecordingView({ info }) {
     </section>
     ${error && html`<p class="error" role="alert">The step cannot be shown: ${error}.</p>`}
     <section class="decisions" aria-label="Decisions of the step">
-      <h3>${name}: decisions of step ${shown}</h3>
-      <ul aria-live=${playing ? "off" : "polite"}>${(world.decisions.length ? world.decisions : ["nothing"]).map((text) => html`<li>${text}</li>`)}</ul>
+      <h3>${name}: decisions of step ${shown || step}</h3>
+      <ul aria-live=${playing ? "off" : "polite"}>${(world.decisions.length ? world.decisions : [shown ? "nothing" : "reading the recording"]).map((text) => html`<li>${text}</li>`)}</ul>
       <p class="counts">${many(world.totals.running ?? 0, "running request")}, ${whole(world.totals.waiting ?? 0)} waiting</p>
     </section>
     <${Workers} state=${world} still />
