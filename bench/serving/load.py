@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import grpc
@@ -142,7 +143,7 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--target", metavar="HOST:PORT", default="127.0.0.1:50051", help="gRPC (default %(default)s)")
-    where.add_argument("--http", metavar="URL", help="completions over HTTP, such as http://127.0.0.1:8000")
+    where.add_argument("--http", metavar="URL", type=_url, help="completions over HTTP, such as http://127.0.0.1:8000")
     parser.add_argument("--tls", metavar="FOLDER", type=folder, help="connect by TLS with the folder's ca.crt")
     parser.add_argument("--trace", metavar="CSV", type=Path, help="TIMESTAMP, ContextTokens, GeneratedTokens")
     parser.add_argument("--speedup", type=_positive, default=1.0, help="divides the trace's times (default 1)")
@@ -154,7 +155,7 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument("--prompt-tokens", type=_range, default=(128, 128), metavar="N or N-M", help="default 128")
     parser.add_argument("--output-tokens", type=_range, default=(128, 128), metavar="N or N-M", help="default 128")
     parser.add_argument(
-        "--context", type=_count, default=2048, help="longest request; longer ones are cut (default 2048)"
+        "--context", type=_context, default=2048, help="longest request; longer ones are cut (default 2048)"
     )
     parser.add_argument("--vocabulary", type=_count, default=256, help="prompts draw ids below this (default 256)")
     parser.add_argument("--seed", type=int, default=0, help="of lengths, arrivals and prompts (default 0)")
@@ -172,6 +173,19 @@ def _count(text: str) -> int:
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return value
+
+
+def _context(text: str) -> int:
+    if (value := _count(text)) < 2:
+        raise argparse.ArgumentTypeError("a request has a prompt and an output, so at least 2 tokens")
+    return value
+
+
+def _url(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.netloc or parts.path not in ("", "/"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be http://HOST:PORT or https://HOST:PORT, without a path")
+    return text
 
 
 def _range(text: str) -> tuple[int, int]:
@@ -222,6 +236,8 @@ def main() -> None:
         sys.exit(f"{program}: --plot needs {error.name}, which pip install -e '.[plot]' installs")
     except (ValueError, BenchError, StartError, OSError, aiohttp.ClientError) as error:
         sys.exit(f"{program}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(f"{program}: interrupted")
     except grpc.aio.AioRpcError as error:
         sys.exit(f"{program}: {error.code().name}: {error.details()}")
     figures = figures_of(run)

@@ -6,6 +6,7 @@ import gzip
 import json
 import socket
 import ssl
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
@@ -22,6 +23,7 @@ from cluster import halted, is_busy
 from http_requests import CHAT, MODEL
 from locked import KEYS, key_file
 
+from bench.serving import load
 from pagewire.v1.admin_service_pb2 import ClusterState
 from pagewire_client import LocalServer
 from pagewire_client.admin import Admin
@@ -89,6 +91,22 @@ async def test_a_key_opens_the_api_whole_and_streamed(gold: openai.AsyncOpenAI) 
     pieces = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
     assert "".join(pieces) == whole.choices[0].message.content
     assert len(pieces) > 5
+
+
+@pytest.mark.parametrize("key", ["gold", "unknown"])
+def test_a_load_is_sent_with_the_key_and_the_certificates(
+    served: Served, key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ["--http", served.scheduler.http_url.replace("127.0.0.1", "localhost"), "--tls", str(served.folder)]
+    sizes = ["--requests", "2", "--prompt-tokens", "4", "--output-tokens", "3"]
+    monkeypatch.setattr(sys, "argv", ["bench", *where, *sizes])
+    monkeypatch.setenv("PAGEWIRE_CLIENT_API_KEY", KEYS.get(key, key))
+    if key == "gold":
+        load.main()
+        assert json.loads(capsys.readouterr().out.splitlines()[-1])["output_tokens"] == 6
+    else:
+        with pytest.raises(SystemExit, match=r"answered 401: .*API key"):
+            load.main()
 
 
 async def test_what_an_echo_needs_is_not_asked_for_a_key_that_is_used_up(served: Served) -> None:
