@@ -82,6 +82,14 @@ async def test_a_worker_with_a_somewhat_smaller_cache_than_the_first_ones_is_wel
             await engine.fleet.agreement.accept(client, decode_worker_info(first.info))
 
 
+async def test_the_page_of_pagewire_serve_may_give_the_worker_a_small_pool(byte_tokenizer_directory: Path) -> None:
+    first = FakeWorkerService(byte_tokenizer_directory, num_device_blocks=200)
+    async with serving(first) as address, running(address, learn_pipe=9) as engine:
+        await engine.model()
+        first.info.num_device_blocks = 10
+        await engine.fleet.agreement.accept(engine.workers.all[0].client, decode_worker_info(first.info))
+
+
 async def test_two_workers_share_one_queue_and_a_request_does_not_care_which(byte_tokenizer_directory: Path) -> None:
     workers = [FakeWorkerService(byte_tokenizer_directory) for _ in range(2)]
     async with serving(workers[0]) as first, serving(workers[1]) as second, running(first, second) as engine:

@@ -124,11 +124,16 @@ def check_limits(limits: ModelLimits, settings: SchedulerSettings, info: WorkerI
             f"the worker makes {info.num_speculative_tokens} drafts, but requests were promised room for "
             f"{limits.num_lookahead_slots}; start it like the first worker, or that one with --speculative-config"
         )
-    for name, promised, offered in (
-        ("longest sequence", limits.context_length, max_sequence_tokens(info)),
-        ("pool", limits.pool_tokens, max(max_sequence_tokens(info), _pool_tokens(info, _num_own_blocks(info)))),
-        ("largest step", min(limits.max_num_seqs, MAX_N), max_num_seqs(settings, info)),
-    ):
+    promises = [("largest step", min(limits.max_num_seqs, MAX_N), max_num_seqs(settings, info))]
+    if (
+        settings.learn_pipe is None
+    ):  # else the page may give the worker a small pool; requests beyond it end with an error
+        pool_tokens = max(max_sequence_tokens(info), _pool_tokens(info, _num_own_blocks(info)))
+        promises += [
+            ("longest sequence", limits.context_length, max_sequence_tokens(info)),
+            ("pool", limits.pool_tokens, pool_tokens),
+        ]
+    for name, promised, offered in promises:
         if offered < promised:
             raise ValueError(f"the worker's {name} is {offered}; requests were promised {promised}")
 
