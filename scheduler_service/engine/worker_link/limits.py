@@ -125,9 +125,8 @@ def check_limits(limits: ModelLimits, settings: SchedulerSettings, info: WorkerI
             f"{limits.num_lookahead_slots}; start it like the first worker, or that one with --speculative-config"
         )
     promises = [("largest step", min(limits.max_num_seqs, MAX_N), max_num_seqs(settings, info))]
-    if (
-        settings.learn_pipe is None
-    ):  # else the page may give the worker a small pool; requests beyond it end with an error
+    # In `pagewire serve` the page may ask for a small pool. Requests that do not fit it end with an error.
+    if settings.learn_pipe is None:
         pool_tokens = max(max_sequence_tokens(info), _pool_tokens(info, _num_own_blocks(info)))
         promises += [
             ("longest sequence", limits.context_length, max_sequence_tokens(info)),

@@ -57,7 +57,7 @@ const EXPERIMENTS = [
   },
 ];
 
-const STREAM = { prompt: "A worker can be lost at any time, because", max_tokens: 300, ignore_eos: true, stream: true, stream_options: { include_usage: true } };
+const STREAM = { prompt: "A worker can be lost at any time, because", max_tokens: 300, temperature: 0.2, ignore_eos: true, stream: true, stream_options: { include_usage: true } };
 const TEXTS_BEFORE_KILL = 10;
 
 /** Begin a stream and kill the worker. `say` gets what happens, in words. */
@@ -106,8 +106,7 @@ export function Learn({ accessKey }) {
     setKills(false);
   };
   return html`<section class="learn" aria-label="Experiments"><ul>
-    <li><button type="button" onClick=${() => renew(true)}>Small pool</button> <button type="button" onClick=${() => renew(false)}>Whole pool</button>
-      <span>The worker starts again with 512 blocks, or with all that it had. Requests go on, and memory becomes scarce soon.</span></li>
+    <li><button type="button" onClick=${() => renew(true)}>Small pool</button> <button type="button" onClick=${() => renew(false)}>Whole pool</button> <span>The worker starts again with 512 blocks, or with all that it had. Requests go on, and memory becomes scarce soon.</span></li>
     ${EXPERIMENTS.map((one) => html`<li key=${one.name}><button type="button" onClick=${() => run(one)}>${one.name}</button> <span>${one.about}</span></li>`)}
     <li><button type="button" disabled=${kills} onClick=${kill}>Kill the worker</button> <span>A stream begins, and its worker is killed. Requests go back to the queue with the tokens that they have. The stream pauses, and goes on when a worker is there again.</span></li>
     </ul><p role="status">${said}</p>${stream && html`<${AnswerView} answer=${stream} />`}</section>`;
