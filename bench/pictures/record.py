@@ -108,14 +108,14 @@ SCENES = {
 
 async def record(scene: Scene, path: Path) -> None:
     """Play one scene, and write its recording to `path`, which must not exist."""
-    workers = [_start("worker_service", *scene.worker, "--threads", "1") for _ in range(scene.num_workers)]
+    workers = [start("worker_service", *scene.worker, "--threads", "1") for _ in range(scene.num_workers)]
     processes = list(workers)
     try:
         addresses = [str(worker.wait_for("listening", START_SECONDS)["address"]) for worker in workers]
         for worker in workers:
             worker.wait_for("ready", START_SECONDS)
         options = (*ADMIN, *scene.scheduler, "--workers", ",".join(addresses), "--record", str(path))
-        scheduler = _start("scheduler_service", *options)
+        scheduler = start("scheduler_service", *options)
         processes.append(scheduler)
         target = str(scheduler.wait_for("listening", START_SECONDS)["address"])
         scheduler.wait_for("ready", START_SECONDS)
@@ -126,7 +126,7 @@ async def record(scene: Scene, path: Path) -> None:
             await asyncio.to_thread(process.stop)
 
 
-def _start(module: str, *options: str) -> ServiceProcess:
+def start(module: str, *options: str) -> ServiceProcess:
     return ServiceProcess(module, ["--listen", "127.0.0.1:0", *options])
 
 
