@@ -18,7 +18,7 @@ from pagewire_client.client import Client
 from pagewire_client.embedding import Embedding
 from pagewire_client.llm import LLM, Completion, Output
 from pagewire_client.local import LocalServer, ServerError
-from pagewire_client.prompts import EncoderPrompt, Prompt, Sound
+from pagewire_client.prompts import EncoderPrompt, Prompt, PromptEmbeds, Sound
 
 __all__ = [
     "FINISH_REASON_ABORT",
@@ -39,6 +39,7 @@ __all__ = [
     "LocalServer",
     "Output",
     "Prompt",
+    "PromptEmbeds",
     "SamplingParams",
     "ServerError",
     "Sound",

@@ -1,9 +1,10 @@
-"""The input of a request: text, token ids, chat messages, or an encoder's input."""
+"""The input of a request: text, token ids, chat messages, parts of several kinds, or an encoder's input."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client.files import read_file
@@ -34,8 +35,34 @@ class EncoderPrompt:
     decoder: Sequence[int] = ()
 
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | EncoderPrompt
-"""Text, token ids, chat messages with "role" and "content", or an encoder's input."""
+@dataclass(frozen=True)
+class PromptEmbeds:
+    """Embeddings of consecutive tokens, which the model reads in place of token ids: a safetensors file with one tensor
+    [number of tokens, size]."""
+
+    data: bytes
+
+    @classmethod
+    def of(cls, embeddings: Any) -> Self:
+        """embeddings: [number of tokens, size], a torch tensor or a numpy array of float32, float16 or bfloat16.
+
+        Raises KeyError for another type."""
+        kind = _DTYPES[str(embeddings.dtype).removeprefix("torch.")]
+        if hasattr(embeddings, "detach"):
+            import torch
+
+            rows = embeddings.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        else:
+            rows = embeddings.tobytes()
+        tensor = {"dtype": kind, "shape": [*embeddings.shape], "data_offsets": [0, len(rows)]}
+        header = json.dumps({"embeddings": tensor}).encode()
+        return cls(len(header).to_bytes(8, "little") + header + rows)
+
+
+_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+Part = str | Sequence[int] | PromptEmbeds
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | PromptEmbeds | Sequence[Part] | EncoderPrompt
+"""Text, token ids, chat messages with "role" and "content", embeddings, a list of such parts, or an encoder's input."""
 
 Text = str | Sequence[int]
 
@@ -54,11 +81,25 @@ def set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
             request.encoder_token_ids.SetInParent()
         if prompt.decoder:
             request.token_ids.ids.extend(prompt.decoder)
+    elif isinstance(prompt, PromptEmbeds):
+        _add_parts(request.parts, [prompt])
     elif prompt and isinstance(prompt[0], Mapping):
         request.chat.CopyFrom(to_chat(prompt))  # type: ignore[arg-type]
+    elif prompt and isinstance(prompt[0], str | PromptEmbeds | Sequence):
+        _add_parts(request.parts, prompt)  # type: ignore[arg-type]
     else:
         request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
         request.token_ids.SetInParent()
+
+
+def _add_parts(message: pb.PromptParts, parts: Sequence[Part]) -> None:
+    for part in parts:
+        if isinstance(part, str):
+            message.parts.add(text=part)
+        elif isinstance(part, PromptEmbeds):
+            message.parts.add(prompt_embeds=part.data)
+        else:
+            message.parts.add(token_ids=pb.TokenIds(ids=part))
 
 
 def to_chat(messages: Sequence[Mapping[str, str]]) -> pb.Chat:

@@ -222,6 +222,9 @@ class SchedulerSettings(ServiceSettings):
         description="allow keys that the schema of a JSON object does not name, if the schema names some and has no "
         "additionalProperties; never in strict requests",
     )
+    enable_prompt_embeds: bool = Field(
+        False, description="take prompt_embeds: embeddings as parts of a prompt; API keys need a permission, too"
+    )
     vllm_metric_names: bool = Field(False, description="export vLLM's metrics under vLLM's names too, vllm:…")
     record: Path | None = Field(
         None,

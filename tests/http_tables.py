@@ -66,6 +66,7 @@ NOTES = {
     "parse_special_tokens": "special tokens in texts count as special tokens",
     "priority": "with `--scheduling-policy priority`, lower numbers run first",
     "prompt_cache_key": "no effect",
+    "prompt_embeds": "safetensors in base64: [embeddings](api.md#prompts-of-parts) of a prompt, or of several prompts",
     "reasoning_effort": "effort of [thinking](#tools-and-thinking)",
     "request_id": "the request's name",
     "return_token_ids": "the answer has the token ids",

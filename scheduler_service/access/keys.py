@@ -14,6 +14,7 @@ The file contains only digests of keys, so a leaked file permits no calls.
     weight = 2.0                    # the tenant's share under the fair policy; equal for all keys of a tenant
     admin = false                   # whether the key may call AdminService
     metrics = false                 # whether the key may read metrics
+    prompt_embeds = false           # whether the key may send prompt_embeds
 
 One round of SHA-256 is enough for the digest, because a key of 32 random bytes cannot be guessed.
 """
@@ -56,6 +57,7 @@ class _Entry(BaseModel):
     adapters: list[str] | None = None
     admin: bool = False
     metrics: bool = False
+    prompt_embeds: bool = False
 
 
 class _File(BaseModel):
@@ -79,6 +81,7 @@ class ApiKey:
     adapters: frozenset[str] | None = None
     admin: bool = False
     metrics: bool = False
+    prompt_embeds: bool = False
 
     def check_model(self, name: str) -> None:
         if self.models is not None and name not in self.models:
@@ -151,6 +154,7 @@ class Keyring:
                     models=None if key.models is None else pb.Names(names=sorted(key.models)),
                     adapters=None if key.adapters is None else pb.Names(names=sorted(key.adapters)),
                     requests_per_minute=key.requests_per_minute,
+                    prompt_embeds=key.prompt_embeds,
                 )
                 for key in self.by_id.values()
             ]
@@ -166,6 +170,7 @@ class Keyring:
                 models=frozenset(key.models.names) if key.HasField("models") else None,
                 adapters=frozenset(key.adapters.names) if key.HasField("adapters") else None,
                 requests_per_minute=key.requests_per_minute if key.HasField("requests_per_minute") else None,
+                prompt_embeds=key.prompt_embeds,
             )
             for key in keys.keys
         )
@@ -193,7 +198,8 @@ def read_keys(file: Path | None, plain: str | None) -> Keyring:
     if plain is not None:
         if not plain.strip():
             raise ValueError("the key that the environment gives is empty")
-        keys.append(ApiKey(id=ENVIRONMENT_KEY, digest=digest_of(plain.strip()), tenant="", admin=True, metrics=True))
+        digest = digest_of(plain.strip())
+        keys.append(ApiKey(id=ENVIRONMENT_KEY, digest=digest, tenant="", admin=True, metrics=True, prompt_embeds=True))
     return Keyring(keys)
 
 

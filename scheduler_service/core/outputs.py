@@ -33,6 +33,8 @@ class NewSequence(NamedTuple):
     num_computed_tokens: int
     further_tables: SequenceOf[list[int]] = ()
     """The block tables of further groups of layers."""
+    items_sent: frozenset[bytes] = frozenset()
+    """Digests of the prompt's items that the worker does not have."""
 
 
 class Fork(NamedTuple):
@@ -67,6 +69,8 @@ class SchedulerOutput:
     num_draft_tokens: dict[Sequence, int] = field(default_factory=dict)
     finished: list[int] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
+    dropped_items: list[bytes] = field(default_factory=list)
+    """Digests of items that the worker drops before it takes new sequences."""
     ignored: list[SequenceGroup] = field(default_factory=list)
     placements: list[Placement] = field(default_factory=list)
     """Waiting groups that this step admits, or leaves to other workers, whose next steps should be planned now."""

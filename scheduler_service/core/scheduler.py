@@ -21,6 +21,7 @@ from collections.abc import Sequence as SequenceOf
 
 from scheduler_service.core.blocks.manager import BlockManager
 from scheduler_service.core.config import PhaseRule, SchedulerConfig
+from scheduler_service.core.groups.prompt_item import WorkerItems
 from scheduler_service.core.groups.sequence import Sequence, SequenceGroup
 from scheduler_service.core.groups.sequence_status import SequenceStatus
 from scheduler_service.core.outputs import ModelOutput, SchedulerOutput, SequenceOutput
@@ -62,10 +63,9 @@ class Scheduler:
         self.adapters = Adapters(
             config.max_loras, config.max_held_loras, waiting.live_adapters, balancer.adapter_directory, self.member.bit
         )
-        self._groups = WorkerGroups(config, waiting, self.blocks, self._in_flight, self.adapters)
-        session = Session(
-            config, worker, waiting, balancer, self.member, self.blocks, self._in_flight, self.adapters, self._groups
-        )
+        shared = self.blocks, self._in_flight, self.adapters, WorkerItems()
+        self._groups = WorkerGroups(config, waiting, *shared)
+        session = Session(config, worker, waiting, balancer, self.member, *shared, self._groups)
         chunk_sizes = ChunkSizes(session)
         prefixes = SharedPrefixes(session)
         self._preemption = Preemption(session, prefixes)

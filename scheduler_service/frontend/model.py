@@ -27,7 +27,8 @@ MAX_SCORED = 2
 class ServedModel:
     """Name, limits, defaults and tokenizer of the served model.
 
-    `embedding_size`, `num_labels`, `max_encoder_len`, `feature_bytes`: 0 if the model lacks this ability.
+    `embedding_size`, `num_labels`, `max_encoder_len`, `feature_bytes`, `prompt_embeds_size`: 0 if the model lacks this
+    ability.
     `pooling_type`, `normalizes`: the pooling with which the model was trained.
     `scores_plainly`: a Score call returns the classifier's raw output.
     `similarity`: the function that compares vectors, by sentence-transformers' name.
@@ -60,6 +61,7 @@ class ServedModel:
     max_num_batched_tokens: int = 0
     max_encoder_len: int = 0
     feature_bytes: int = 0
+    prompt_embeds_size: int = 0
     undeclared_keys: bool = False
     decoder_start_token_ids: tuple[int, ...] = ()
     speech_tokens: SpeechTokens | None = None

@@ -40,8 +40,9 @@ MAX_SILENT_SECONDS = 30.0
 DRAINED = RequestError(
     grpc.StatusCode.UNAVAILABLE, "this front end ends for another one; resume the request, which goes on there"
 )
-LONGEST_MESSAGE = 16 << 20
-"""Largest bytes of a client's gRPC message: more than a million tokens of prompt."""
+LONGEST_MESSAGE = 20 << 20
+"""Largest bytes of a client's gRPC message: more than a million tokens of prompt, or a sound or prompt_embeds of 16
+MiB."""
 
 
 def front_end_server(

@@ -69,6 +69,7 @@ class InferenceServicer(InferenceServiceServicer):
             fingerprint=model.fingerprint,
             tasks=model.tasks,
             embedding_size=model.embedding_size,
+            prompt_embeds_size=model.prompt_embeds_size,
             lora_names=[name for name in self._link.adapter_names if key is None or key.may_name(name)],
         )
 

@@ -123,6 +123,8 @@ class Recorder:
             encode_fields(SequenceGroup, group, event.arrival)
             if event.arrival.encoder_input.features:  # no decision depends on them
                 event.arrival.encoder_input.ClearField("features")
+            for item in event.arrival.items:
+                item.ClearField("data")
 
         self.note(write)
 
@@ -179,6 +181,8 @@ class RecordedScheduler(Scheduler):
                     new.ClearField("trace_parent")
                     if new.encoder_input.features:
                         new.encoder_input.ClearField("features")
+                    for item in new.items:
+                        item.ClearField("data")
             encode_placements(output, plan, lambda scheduler: scheduler.session)  # type: ignore[attr-defined]
 
     def update_from_output(

@@ -51,6 +51,7 @@ class WorkerInfo(NamedTuple):
     max_num_encoder_tokens: int = 0
     feature_bytes: int = 0
     layer_groups: Sequence[pb.LayerGroup] = ()
+    prompt_embeds_size: int = 0
 
 
 def decode_worker_info(message: worker_pb.GetWorkerInfoResponse) -> WorkerInfo:
@@ -115,6 +116,9 @@ def _fill_new_sequence(message: pb.NewSequence, new: NewSequence) -> None:
     message.index = sequence.index
     if sequence.sampling.form:
         message.form_owner = hashlib.blake2b(sequence.group.tenant.encode(), digest_size=8).digest()
+    for item in sequence.group.items:
+        data = item.data if item.digest in new.items_sent else b""
+        message.items.add(digest=item.digest, start=item.start, num_embeddings=item.num_embeddings, data=data)
     if sequence.group.encoder is not None:
         message.encoder_sequence_id = sequence.group.encoder.id
 
@@ -138,6 +142,7 @@ def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.Scheduler
         sequence_ids=[scheduled.sequence.id for scheduled in output.scheduled],
         finished=output.finished,
         preempted=output.preempted,
+        dropped_items=output.dropped_items,
     )
     # Created in place: protobuf would serialize and parse a finished message again.
     for sequence_id, start, block_ids, layer_group in output.block_table_updates:

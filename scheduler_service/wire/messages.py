@@ -23,7 +23,7 @@ import numpy.typing as npt
 from google.protobuf.message import Message
 
 from pagewire.v1 import engine_service_pb2 as pb
-from scheduler_service.core import EncoderInput, SamplingParams, SequenceGroup
+from scheduler_service.core import EncoderInput, PromptItem, SamplingParams, SequenceGroup
 from scheduler_service.core.config import LayerGroup
 from scheduler_service.wire.sampling import RequestSampling
 
@@ -127,7 +127,7 @@ def _write(message: Message, field: FieldDescriptor, value: Any) -> None:
             column.extend(value)
         else:
             for item in value:
-                column.add(**item._asdict() if isinstance(item, LayerGroup) else {"token_ids": item})
+                column.add(**item._asdict() if isinstance(item, LayerGroup | PromptItem) else {"token_ids": item})
     elif field.message_type is not None:
         encode_fields(type(value), value, getattr(message, name))
     else:
@@ -150,6 +150,8 @@ def _reader(field: FieldDescriptor, hint: Any) -> Callable[[Any], Any]:
     if origin is not None:  # the type is a tuple or a list
         if typing.get_args(hint)[0] is LayerGroup:
             return _read_layer_groups
+        if typing.get_args(hint)[0] is PromptItem:
+            return read_items
         return tuple if field.message_type is None else _read_sequences
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return lambda number: decode_enum(hint, field.enum_type, number)
@@ -165,6 +167,10 @@ def _read_plain(value: Any) -> Any:
 
 def _read_layer_groups(messages: Any) -> tuple[LayerGroup, ...]:
     return tuple(LayerGroup(one.block_size, one.window) for one in messages)
+
+
+def read_items(messages: Any) -> tuple[PromptItem, ...]:
+    return tuple(PromptItem(one.digest, one.start, one.num_embeddings, one.num_bytes, one.data) for one in messages)
 
 
 def _read_sequences(messages: Any) -> tuple[tuple[int, ...], ...]:
@@ -234,6 +240,7 @@ def decode_group(request_id: str, submission: pb.Submit, now: float, adapter: st
         encoder_input=(
             decode_fields(EncoderInput, submission.encoder_input) if submission.HasField("encoder_input") else None
         ),
+        items=read_items(submission.items),
     )
     group.trace_parent = submission.trace_parent
     keys = submission.block_keys

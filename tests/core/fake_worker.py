@@ -30,6 +30,15 @@ def seed_of(group: SequenceGroup) -> int:
     return 0 if group.encoder is None else prefix_of(list(group.encoder.input.token_ids), 1)
 
 
+def read_tokens(sequence: Sequence) -> list[int]:
+    """What a worker reads: numbers made of an item's digest in place of its placeholders."""
+    tokens = list(sequence.token_ids)
+    for item in sequence.group.items:
+        content = int.from_bytes(item.digest[:4], "little") << 8
+        tokens[item.start : item.stop] = range(content, content + item.num_embeddings)
+    return tokens
+
+
 def prefix_of(tokens: list[int], prefix: int = 0) -> int:
     for token in tokens:
         prefix = extend(prefix, token)
@@ -44,7 +53,7 @@ def candidates(prefix: int) -> list[tuple[int, float]]:
 
 def reference_beams(group: SequenceGroup, max_sequence_tokens: int) -> list[list[int]]:
     """Beam search over the whole vocabulary, in sequence, as transformers defines it; best first."""
-    sampling, prompt = group.sampling, list(group.prompt_token_ids)
+    sampling, prompt = group.sampling, read_tokens(group.sequences[0])[: len(group.prompt_token_ids)]
     seed = seed_of(group)
     width, ends = sampling.beam_width, sampling.eos_token_ids | sampling.stop_token_ids
     most = min(sampling.max_tokens, max(1, max_sequence_tokens - len(prompt)))
@@ -79,7 +88,7 @@ def reference_output(group: SequenceGroup, index: int, max_sequence_tokens: int)
     """One output of a request, computed alone and simply."""
     prefix = seed_of(group)
     sequence, sampling = group.sequences[index], group.sampling
-    for token in sequence.token_ids[: sequence.num_prompt_tokens]:
+    for token in read_tokens(sequence)[: sequence.num_prompt_tokens]:
         prefix = extend(prefix, token)
     output: list[int] = []
     room = max(1, max_sequence_tokens - sequence.num_prompt_tokens)
@@ -136,6 +145,7 @@ class FakeWorker:
     def __post_init__(self) -> None:
         empty = [-1] * self.config.block_size
         self.slots: list[list[int]] = [list(empty) for _ in range(self.config.num_device_blocks)]
+        self.items: set[bytes] = set()
         self.host_slots: list[list[int]] = [list(empty) for _ in range(self.config.num_host_blocks)]
 
     def execute(self, output: SchedulerOutput) -> ModelOutput:
@@ -151,9 +161,11 @@ class FakeWorker:
         assert not overwritten, "a block is copied and overwritten by another copy"
         for source, destination in output.blocks_to_copy:
             self.slots[destination] = list(self.slots[source])
-        for sequence, table, num_computed, further in output.new_sequences:
+        self.items.difference_update(output.dropped_items)
+        for sequence, table, num_computed, further, items_sent in output.new_sequences:
             assert sequence.id not in self.mirrors, "a known sequence was sent as new"
-            mirror = Mirror(list(sequence.token_ids), self._tables(table, further), sequence.index, num_computed)
+            self._take_items(sequence, num_computed, items_sent)
+            mirror = Mirror(read_tokens(sequence), self._tables(table, further), sequence.index, num_computed)
             self._give_encoder(mirror, sequence)
             self.mirrors[sequence.id] = mirror
         for parent_id, child, num_tokens, table, num_computed, further in output.forks:
@@ -205,6 +217,13 @@ class FakeWorker:
                     for token, prefix in zip(tokens, prefixes[end - len(tokens) - 1 :], strict=False)
                 ]
         return answer
+
+    def _take_items(self, sequence: Sequence, num_computed: int, sent: frozenset[bytes]) -> None:
+        assert self.items.isdisjoint(sent), "an item was sent twice"
+        self.items |= sent
+        last = min(num_computed, sequence.num_prompt_tokens - 1)
+        needed = {item.digest for item in sequence.group.items if item.stop > last}
+        assert needed <= self.items, "an item that is needed was not sent"
 
     @staticmethod
     def _tables(table: list[int], further: SequenceOf[list[int]]) -> list[list[int]]:

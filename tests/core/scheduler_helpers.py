@@ -1,5 +1,6 @@
 """Small schedulers and groups, and ways to run them."""
 
+import hashlib
 import itertools
 from array import array
 from collections.abc import Iterable
@@ -10,6 +11,7 @@ from fake_worker import FakeWorker
 from scheduler_service.core import (
     EncoderInput,
     ModelOutput,
+    PromptItem,
     SamplingParams,
     Scheduler,
     SchedulerConfig,
@@ -17,6 +19,7 @@ from scheduler_service.core import (
     SequenceGroup,
     WaitingQueue,
 )
+from scheduler_service.core.groups.prompt_item import PLACEHOLDER
 from scheduler_service.core.groups.suspicion import Suspicion
 from scheduler_service.core.placement.background import Background
 from scheduler_service.core.suspects import rule
@@ -50,21 +53,31 @@ def make_group(
     tenant: str = "",
     adapter_id: str = "",
     encoder: Iterable[int] = (),
+    items: tuple[PromptItem, ...] = (),
     **sampling: object,
 ) -> SequenceGroup:
-    """The prompt is 0, 1, 2, …, so that any two prompts begin alike. `encoder` are the encoder's tokens."""
+    """The prompt is 0, 1, 2, …, so that any two prompts begin alike. `encoder` are the encoder's tokens. Placeholders
+    stand for `items`."""
+    prompt = list(range(num_tokens))
+    for item in items:
+        prompt[item.start : item.stop] = [PLACEHOLDER] * item.num_embeddings
     params = SamplingParams(**({"max_tokens": 4} | sampling))  # type: ignore[arg-type]
     tokens = array("I", encoder)
     return SequenceGroup(
         name,
-        range(num_tokens),
+        prompt,
         params,
         root,
         priority=priority,
         tenant=tenant,
         adapter_id=adapter_id,
         encoder_input=EncoderInput(num_tokens=len(tokens), token_ids=tokens) if tokens else None,
+        items=items,
     )
+
+
+def make_item(content: str, start: int, num_embeddings: int, num_bytes: int = 100) -> PromptItem:
+    return PromptItem(hashlib.sha256(content.encode()).digest(), start, num_embeddings, num_bytes, bytes(num_bytes))
 
 
 def suspect(group: SequenceGroup, num_losses: int = 2, *workers: str) -> SequenceGroup:

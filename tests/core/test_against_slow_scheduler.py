@@ -137,7 +137,7 @@ class Both:
 
     def tell(self, output: SchedulerOutput) -> None:
         """Assert that the worker knows all blocks that sequences in a step can attend to."""
-        for sequence, table, _, further in output.new_sequences:
+        for sequence, table, _, further, _ in output.new_sequences:
             self.told[sequence.id] = [[*one] for one in (table, *further)]
         for _, child, _, table, _, further in output.forks:
             self.told[child.id] = [[*one] for one in (table, *further)]

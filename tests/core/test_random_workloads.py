@@ -7,7 +7,7 @@ import pytest
 from fake_worker import FakeWorker, reference_beams, reference_output
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_helpers import make_group, make_scheduler, output_of
+from scheduler_helpers import make_group, make_item, make_scheduler, output_of
 
 from scheduler_service.core import (
     FairQueue,
@@ -108,6 +108,9 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
             tenant=str(i % 3),
             adapter_id=["", "a", "b", "c"][i % 4],
             encoder=range(num_encoder_tokens),
+            items=(make_item(str(i // 4), length // 3, max(1, length // 4)),)
+            if i % 2 and not num_encoder_tokens
+            else (),
             **(
                 {"max_tokens": 1, "pooling": PoolingParams(type=pooled, dimensions=1)}
                 if pooled

@@ -39,6 +39,7 @@ from worker_service.session.step import (
     Limits,
     ModelOutput,
     NewSequence,
+    PromptItem,
     SchedulerOutput,
 )
 
@@ -153,12 +154,12 @@ class SteppedWorker:
         """Decode alone."""
         return [self.step((sequence_id, 1, True)).token_ids[0] for _ in range(count)]
 
-    def prompt_logprobs(self, chunk_lens: list[int]) -> Tensor:
+    def prompt_logprobs(self, chunk_lens: list[int], items: tuple[PromptItem, ...] = ()) -> Tensor:
         """The log-softmax at every position of PROMPT but the last, [len(PROMPT) - 1, vocabulary_size]."""
         rows: list[list[float]] = []
         size = LIMITS.vocabulary_size
         new: dict[str, tuple[NewSequence, ...]] = {
-            "new_sequences": (new_sequence(1, PROMPT, range(20, 32), prompt_logprobs=size),)
+            "new_sequences": (new_sequence(1, PROMPT, range(20, 32), items=items, prompt_logprobs=size),)
         }
         for chunk_len in chunk_lens:
             (report,) = self.step((1, chunk_len, False), **new).prompt_logprobs or (None,)
@@ -183,6 +184,16 @@ class Oracle:
         """The log-softmax at every position, [len(token_ids), vocabulary_size]."""
         with torch.inference_mode():
             return self._model(torch.tensor([token_ids]), use_cache=False).logits[0].float().log_softmax(-1)
+
+    @torch.inference_mode()
+    def embed(self, token_ids: list[int]) -> Tensor:
+        """What the network reads in place of token ids, [len(token_ids), size]."""
+        return self._model.get_input_embeddings()(torch.tensor(token_ids))
+
+    @torch.inference_mode()
+    def logprobs_behind(self, embeddings: Tensor) -> Tensor:
+        """The log-softmax at every position of a text of embeddings, [len(embeddings), vocabulary_size]."""
+        return self._model(inputs_embeds=embeddings[None], use_cache=False).logits[0].float().log_softmax(-1)
 
     def greedy(self, token_ids: list[int], count: int) -> list[int]:
         """The continuation, token by token, without a cache."""

@@ -1,12 +1,15 @@
 """Short constructors of the worker's own types."""
 
+import hashlib
 from array import array
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from worker_service.execution.sampling.form_process import HEAD, Follower, Work
 from worker_service.session.session import SequenceState
-from worker_service.session.step import TOKENS, Limits, NewSequence, SamplingParams
+from worker_service.session.step import TOKENS, Embeddings, Limits, NewSequence, PromptItem, SamplingParams
 
 LIMITS = Limits(
     block_size=4,
@@ -39,12 +42,21 @@ def new_sequence(
     block_ids: Sequence[int],
     num_computed_tokens: int = 0,
     num_prompt_tokens: int | None = None,
+    items: tuple[PromptItem, ...] = (),
     **sampling: Any,
 ) -> NewSequence:
     prompt = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
+    params = SamplingParams(**sampling)
     return NewSequence(
-        sequence_id, tokens(token_ids), prompt, num_computed_tokens, tokens(block_ids), SamplingParams(**sampling)
+        sequence_id, tokens(token_ids), prompt, num_computed_tokens, tokens(block_ids), params, items=items
     )
+
+
+def embeddings_item(embeddings: Tensor, start: int) -> PromptItem:
+    """Embeddings, [tokens, size] float32, in place of the prompt's tokens from `start` on."""
+    number, data = len(embeddings), memoryview(embeddings.numpy().tobytes())
+    digest = hashlib.sha256(data).digest()
+    return PromptItem(digest, start, start + number, Embeddings("F32", number, data))
 
 
 def mask_of(follower: Follower, work: Work) -> bytes:

@@ -33,6 +33,15 @@ class GroupedCache(NamedTuple):
     """Tokens of a block in each group; 0 for a group with states."""
 
 
+class GivenEmbeddings(NamedTuple):
+    """Embeddings that replace those of placeholder tokens."""
+
+    rows: Tensor
+    """[number] int64: rows of the step, each at most once."""
+    embeddings: Tensor
+    """[number, prompt_embeds_size] float32, scaled as the model's own embeddings are."""
+
+
 Slots = Tensor | Sequence[Tensor]
 """Slots of the KV cache, [num_tokens] int64. With groups: for each group; empty for a group with states."""
 Attention = AttentionMetadata | Sequence[AttentionMetadata]
@@ -138,6 +147,10 @@ class CausalModel(Loadable, Protocol):
     @property
     def config(self) -> ModelConfig: ...
 
+    @property
+    def prompt_embeds_size(self) -> int:
+        """Elements of a token's embedding; 0 if `forward` takes no `given`."""
+
     def forward(
         self,
         token_ids: Tensor,
@@ -146,6 +159,7 @@ class CausalModel(Loadable, Protocol):
         attention: Attention,
         cache: Cache,
         adapter_slots: Tensor | None = None,
+        given: GivenEmbeddings | None = None,
     ) -> Tensor:
         """Compute a step's hidden states [num_tokens, hidden_size], and store keys and values in the cache. token_ids,
         positions: [num_tokens] int64. adapter_slots: [num_tokens] int32, negative without adapter; None if no token

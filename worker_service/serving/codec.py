@@ -11,6 +11,7 @@ from pagewire.v1 import sequence_group_pb2 as group_pb
 from pagewire.v1.worker_service_pb2 import GetWorkerInfoResponse
 from pagewire_common.sampling import MAX_BIAS, NUMBERS
 from worker_service.errors import InvalidStepError
+from worker_service.serving.item_codec import decode_items
 from worker_service.session.step import (
     TOKENS,
     BlockMapping,
@@ -104,6 +105,7 @@ def decode_scheduler_output(message: pb.SchedulerOutput, limits: Limits) -> Sche
         blocks_to_copy=_block_mapping("blocks_to_copy", message.blocks_to_copy, device, device),
         finished=tuple(message.finished),
         preempted=tuple(message.preempted),
+        dropped_items=tuple(message.dropped_items),
         num_draft_tokens=num_draft_tokens,
     )
 
@@ -174,6 +176,7 @@ def encode_worker_info(
         max_num_encoder_tokens=limits.max_num_encoder_tokens,
         feature_bytes=limits.feature_bytes,
         layer_groups=[pb.LayerGroup(block_size=size, window=window) for size, window in limits.layer_groups],
+        prompt_embeds_size=limits.prompt_embeds_size,
     )
 
 
@@ -197,6 +200,7 @@ def _new_sequence(message: pb.NewSequence, limits: Limits) -> NewSequence:
         message.adapter_id,
         encoder_id=message.encoder_sequence_id,
         further_tables=tuple(further_tables),
+        items=decode_items(where, message, limits),
     )
 
 

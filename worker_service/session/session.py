@@ -11,6 +11,7 @@ from itertools import islice, repeat
 from typing import NamedTuple
 
 from worker_service.errors import FencingError, InvalidStepError
+from worker_service.session.prompt_items import SessionItems
 from worker_service.session.step import (
     TOKENS,
     BlockTableUpdate,
@@ -18,6 +19,7 @@ from worker_service.session.step import (
     Limits,
     NewSequence,
     PoolingType,
+    PromptItem,
     SamplingParams,
     SchedulerOutput,
     Tables,
@@ -52,6 +54,8 @@ class SequenceState:
     """The encoder input to which this sequence attends."""
     further_tables: Tables = ()
     """The block tables of further groups of layers."""
+    items: tuple[PromptItem, ...] = ()
+    """Embeddings in place of prompt tokens, in order."""
 
     @property
     def tables(self) -> Tables:
@@ -105,6 +109,7 @@ class Session:
         self.epoch = epoch
         self.sequences: dict[int, SequenceState] = {}
         self._limits = limits
+        self._items = SessionItems()
         self._next_step_id = 1
         self._has_room = False  # whether the last step may have drafts
 
@@ -120,6 +125,7 @@ class Session:
             raise FencingError(f"step_id {output.step_id} where {self._next_step_id} was expected")
         self._next_step_id += 1
         self._forget(output.preempted)
+        self._items.drop(output.dropped_items)
         for new in output.new_sequences:
             self._add(new)
         for fork in output.forks:
@@ -195,6 +201,7 @@ class Session:
                 features=new.features,
                 encoder=self._encoder(new),
                 further_tables=new.further_tables,
+                items=self._items.take(new),
             )
         )
 
@@ -232,6 +239,7 @@ class Session:
                 parent.adapter,
                 encoder=parent.encoder,
                 further_tables=fork.further_tables,
+                items=parent.items,
             )
         )
 

@@ -56,6 +56,8 @@ class Limits:
     states."""
     aligns: bool = False
     """Whether the worker can compute the times of a transcript's tokens."""
+    prompt_embeds_size: int = 0
+    """Elements of a token's embedding in a prompt; 0 if prompts cannot contain embeddings."""
 
     @cached_property
     def block_sizes(self) -> tuple[int, ...]:
@@ -171,6 +173,31 @@ class SamplingParams(SamplerParams):
 
 
 @dataclass(frozen=True)
+class Embeddings:
+    """Embeddings in place of token ids."""
+
+    dtype: str
+    """The type's name in safetensors: F32, F16 or BF16."""
+    num_embeddings: int
+    data: memoryview
+    """[num_embeddings, size], little-endian."""
+
+    @property
+    def row_bytes(self) -> int:
+        return len(self.data) // self.num_embeddings
+
+
+class PromptItem(NamedTuple):
+    """Embeddings in place of a prompt's tokens [start, stop)."""
+
+    digest: bytes
+    start: int
+    stop: int
+    embeddings: Embeddings | None = None
+    """None if the session has them already, or if the sequence does not need them."""
+
+
+@dataclass(frozen=True)
 class NewSequence:
     sequence_id: int
     token_ids: "array[int]"
@@ -188,6 +215,8 @@ class NewSequence:
     """The sequence that is this sequence's encoder input; 0 for none."""
     further_tables: Tables = ()
     """The block tables of further groups of layers."""
+    items: tuple[PromptItem, ...] = ()
+    """Parts of the prompt that are not text, in order."""
 
 
 @dataclass(frozen=True)
@@ -240,6 +269,8 @@ class SchedulerOutput:
     blocks_to_copy: BlockMapping = BlockMapping()
     finished: tuple[int, ...] = ()
     preempted: tuple[int, ...] = ()
+    dropped_items: tuple[bytes, ...] = ()
+    """Digests of items that the session drops before it adds sequences."""
     num_draft_tokens: tuple[int, ...] = ()
     """A column: scheduled tokens that are reserved for drafts. Empty if no sequence may have drafts."""
 

@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Iterator
 
 from scheduler_service.core.groups.encoder_input import EncoderInput
+from scheduler_service.core.groups.prompt_item import Items, key_of_items
 from scheduler_service.core.groups.sequence import EncoderSequence, Sequence, SequenceGroup
 
 
@@ -37,16 +38,17 @@ def key_of_adapter(root: bytes, adapter: str) -> bytes:
     return root_key(root, adapter.encode()) if adapter else root
 
 
-def block_keys(first: bytes, token_ids: "array[int]", block_size: int) -> Iterator[bytes]:
+def block_keys(first: bytes, token_ids: "array[int]", block_size: int, items: Items = ()) -> Iterator[bytes]:
     """The keys of the full blocks of these tokens."""
     key = first
-    for end in range(block_size, len(token_ids) + 1, block_size):
-        key = next_key(key, token_ids[end - block_size : end])
+    for start in range(0, len(token_ids) + 1 - block_size, block_size):
+        key = next_key(key, token_ids[start : start + block_size], items, start)
         yield key
 
 
-def next_key(previous: bytes, token_ids: "array[int]") -> bytes:
-    return hashlib.sha256(previous + token_ids.tobytes()).digest()
+def next_key(previous: bytes, token_ids: "array[int]", items: Items = (), start: int = 0) -> bytes:
+    begun = key_of_items(items, start, start + len(token_ids)) if items else b""
+    return hashlib.sha256(previous + token_ids.tobytes() + begun).digest()
 
 
 class SequenceKeys:
@@ -64,7 +66,8 @@ class SequenceKeys:
         size = self.block_size
         for index in range(len(keys), num_blocks):
             tokens = sequence.tokens_between(index * size, (index + 1) * size)
-            keys.append(next_key(keys[-1] if keys else first_key(sequence.group), tokens))
+            previous = keys[-1] if keys else first_key(sequence.group)
+            keys.append(next_key(previous, tokens, sequence.group.items, index * size))
         return keys
 
     def cacheable(self, sequence: Sequence) -> list[bytes]:

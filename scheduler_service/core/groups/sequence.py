@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from scheduler_service.core.groups.beam_search import BeamSearch
 from scheduler_service.core.groups.encoder_input import EncoderInput
+from scheduler_service.core.groups.prompt_item import PromptItem
 from scheduler_service.core.groups.records import History, PlacementRecord
 from scheduler_service.core.groups.sampling_params import SamplingParams
 from scheduler_service.core.groups.sequence_status import SequenceStatus
@@ -190,6 +191,8 @@ class SequenceGroup:
     """Whether the group gains only tokens: no log-probabilities, vectors or beams."""
     prompt_token_ids: "array[int]"
     """Four bytes each. A prompt that is passed as an array is not copied, and must not change."""
+    items: tuple[PromptItem, ...]
+    """Parts of the prompt that are not text, in order."""
     beams: BeamSearch | None
     sequences: list[Sequence]
     encoder: EncoderSequence | None
@@ -223,6 +226,7 @@ class SequenceGroup:
         arrived_at: float = 0.0,
         output_token_ids: tuple[SequenceOf[int], ...] = (),
         ended: frozenset[int] = frozenset(),
+        items: tuple[PromptItem, ...] = (),
     ) -> None:
         self.request_id = request_id
         self.priority = priority
@@ -236,6 +240,7 @@ class SequenceGroup:
         self.prompt_token_ids = (
             prompt_token_ids if isinstance(prompt_token_ids, array) else array("I", prompt_token_ids)
         )
+        self.items = items
         self.beams = BeamSearch(sampling) if sampling.beam_width else None
         num_sequences = 1 if self.beams else sampling.n
         outputs = dict(enumerate(output_token_ids))
@@ -257,6 +262,7 @@ class SequenceGroup:
         self.ends = tuple(sequence.status for sequence in self.sequences)
         self.sequences = []
         self.encoder = None
+        self.items = ()
 
     @property
     def is_suspect(self) -> bool:

@@ -4,9 +4,9 @@ The size of a step on the wire is bounded by arithmetic, without encoding. New s
 block tables after a swap share a budget of `max_step_bytes`. The last description may exceed this budget, so that a
 sequence of any size fits an empty step.
 
-No step comes near gRPC's limit of 64 MiB. Besides `max_step_bytes` (default 8 MiB), a step contains at most one more
-description: 5 bytes for each token and 16 MiB of sampling parameters. Lists of blocks to swap take at most 16 MiB, and
-each sequence at most 64 bytes more.
+No step reaches gRPC's limit of 64 MiB. Besides `max_step_bytes` (default 8 MiB), a step contains at most one more
+description: 5 bytes for each token, and 16 MiB each of sampling parameters and of items. Lists of blocks to swap take
+at most 16 MiB, and each sequence at most 64 bytes more.
 
 The answer to the largest step, of 131,072 tokens and 8,192 sequences, takes at most 42 MB. A prompt position with 20
 log-probabilities takes at most 194 bytes, a beam less than 2 KB.
@@ -28,6 +28,8 @@ CHARACTER_BYTES = 4
 """Bytes of a character in UTF-8."""
 ENTRY_BYTES = 16
 """Bytes of the header of an entry of `bad_words` or `logit_bias`."""
+ITEM_BYTES = 64
+"""Bytes of an item of a prompt, without its data."""
 
 
 def bytes_to_tell(sequence: Sequence, num_blocks: int) -> int:
@@ -51,6 +53,7 @@ def bytes_to_tell(sequence: Sequence, num_blocks: int) -> int:
     else:
         num_numbers += sequence.num_tokens
         num_bytes += sampling_bytes(sequence.sampling) + CHARACTER_BYTES * len(sequence.group.adapter_id)
+        num_bytes += sum(ITEM_BYTES + item.num_bytes for item in sequence.group.items)
     return num_bytes + NUMBER_BYTES * num_numbers
 
 

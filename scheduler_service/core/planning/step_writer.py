@@ -14,6 +14,7 @@ class StepWriter:
     def __init__(self, session: Session) -> None:
         self._blocks = session.blocks
         self._groups = session.groups
+        self._items = session.items
         self._in_flight = session.in_flight
         self._step_id = 0
 
@@ -49,6 +50,7 @@ class StepWriter:
         if step.placements or step.moved or step.queue.left or step.queue.held:
             self._write_placements(step, output)
         if not output.is_empty:
+            output.dropped_items = self._items.take_dropped()
             self._step_id += 1
             self._in_flight.outputs.append(output)
         return output
@@ -137,4 +139,11 @@ class StepWriter:
             num_forked = sequence.num_forked_tokens
             output.forks.append(Fork(parent.id, sequence, num_forked, table, num_computed, further))
         else:
-            output.new_sequences.append(NewSequence(sequence, table, num_computed, further))
+            sent = self._items_to_send(sequence) if sequence.group.items else frozenset()
+            output.new_sequences.append(NewSequence(sequence, table, num_computed, further, sent))
+
+    def _items_to_send(self, sequence: Sequence) -> frozenset[bytes]:
+        """The last prompt token may be computed again: by a follower, or by a late sequence."""
+        first = min(sequence.num_computed_tokens, sequence.num_prompt_tokens - 1)
+        needed = [item for item in sequence.group.items if item.stop > first]
+        return self._items.hold(sequence.group, needed)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from scheduler_service.core.blocks.manager import BlockManager
 from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.groups.prompt_item import WorkerItems
 from scheduler_service.core.groups.sequence import Sequence, SequenceGroup
 from scheduler_service.core.groups.sequence_status import SequenceStatus
 from scheduler_service.core.outputs import ModelOutput, SchedulerOutput
@@ -93,12 +94,14 @@ class WorkerGroups:
         blocks: BlockManager,
         in_flight: StepsInFlight,
         adapters: Adapters,
+        items: WorkerItems,
     ) -> None:
         self._config = config
         self._waiting = waiting
         self._blocks = blocks
         self._in_flight = in_flight
         self._adapters = adapters
+        self._items = items
         self.running: dict[SequenceGroup, None] = {}  # in the order of admission
         self.num_running_seqs = 0  # counted as `SchedulingBudget` counts sequences
         self.swapped: OrderedDict[SequenceGroup, None] = OrderedDict()  # the first resumes first
@@ -191,6 +194,7 @@ class WorkerGroups:
         self.swapped.pop(group, None)
         if group.adapter_id:
             self._adapters.left(group.adapter_id)
+        self._items.release(group)
         del self._by_id[group.request_id]
 
     def _start_running(self, group: SequenceGroup) -> None:
@@ -268,4 +272,5 @@ class Session:
     blocks: BlockManager
     in_flight: StepsInFlight
     adapters: Adapters
+    items: WorkerItems
     groups: WorkerGroups

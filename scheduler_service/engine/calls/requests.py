@@ -128,8 +128,10 @@ class Requests:
         assert call.group is not None
         encoder_input = call.group.encoder_input
         digest = b"" if encoder_input is None else encoder_input.digest
-        ours = (call.adapter_id, pack(call.group.prompt_token_ids), digest)
-        if ours != (later.adapter_id, submission.prompt_token_ids, submission.encoder_input.digest):
+        items = [(item.start, item.digest) for item in call.group.items]
+        ours = (call.adapter_id, pack(call.group.prompt_token_ids), digest, items)
+        theirs = [(item.start, item.digest) for item in submission.items]
+        if ours != (later.adapter_id, submission.prompt_token_ids, submission.encoder_input.digest, theirs):
             raise RequestError(
                 grpc.StatusCode.ALREADY_EXISTS,
                 "request_id is in flight already, with another prompt or adapter; to resume, "

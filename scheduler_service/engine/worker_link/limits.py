@@ -99,6 +99,7 @@ def model_limits(settings: SchedulerSettings, info: WorkerInfo) -> ModelLimits:
         max_encoder_len=info.max_encoder_len,
         feature_bytes=info.feature_bytes,
         undeclared_keys=settings.undeclared_keys,
+        prompt_embeds_size=info.prompt_embeds_size if settings.enable_prompt_embeds else 0,
     )
 
 
@@ -115,6 +116,11 @@ def check_limits(limits: ModelLimits, settings: SchedulerSettings, info: WorkerI
     ):
         if ours != theirs:
             raise ValueError(f"the worker's {name} is {theirs}; that of earlier workers is {ours}")
+    if limits.prompt_embeds_size not in (0, info.prompt_embeds_size):
+        raise ValueError(
+            f"the worker's size of prompt_embeds is {info.prompt_embeds_size}; that of earlier workers is "
+            f"{limits.prompt_embeds_size}"
+        )
     if limits.has_forms and "forms" not in info.features:
         raise ValueError(
             "the worker supports no forms, but earlier workers do; start them with --no-forms, or this one with --forms"

@@ -103,7 +103,7 @@ async def generate(
         )
         model = await allowed_model(link)
         has_form = output.make_form is not None or request.sampling.WhichOneof("constraint") is not None
-        if has_sound or has_form:  # sounds and forms take long to check
+        if has_sound or has_form or request.HasField("parts"):  # sounds, forms and embeddings take long to check
             await call.admitted()
         try:
             checked = replace(await check_request(request, request_id, model, output), adapter_id=adapter_id)
@@ -139,7 +139,7 @@ async def check_request(
     sampling = message.sampling
     check_sampling(sampling, model)
     encoder_input = await read_encoder_prompt(message, model)
-    prompt, prompt_end = await encode_prompt(message, model)
+    prompt, prompt_end, items = await encode_prompt(message, model)
     check_context("the prompt", len(prompt), model)
     grammar = await output.make_form(prompt_end) if output.make_form is not None else ""
     return GenerationRequest(
@@ -156,6 +156,7 @@ async def check_request(
         tenant=message.tenant,
         priority=message.priority,
         encoder_input=encoder_input,
+        items=items,
         skip_special_tokens=sampling.skip_special_tokens if sampling.HasField("skip_special_tokens") else True,
     )
 

@@ -5,7 +5,7 @@ from array import array
 from typing import NamedTuple
 
 from pagewire.v1 import inference_service_pb2 as pb
-from scheduler_service.core import EncoderInput
+from scheduler_service.core import EncoderInput, PromptItem
 from scheduler_service.frontend.checking.checks import (
     MAX_MESSAGES,
     check_context,
@@ -15,6 +15,7 @@ from scheduler_service.frontend.checking.checks import (
     require_tokenizer,
     take_token_ids,
 )
+from scheduler_service.frontend.checking.prompt_parts import encode_parts
 from scheduler_service.frontend.checking.sound_features import read_sound
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.rendering.chat_input import ChatInput, EncodedChat, RawMessage
@@ -35,10 +36,12 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class Prompt(NamedTuple):
-    """The token ids of a prompt. `end`: the last characters of a rendered chat; empty for other prompts."""
+    """The token ids of a prompt. `end`: the last characters of a rendered chat; empty for other prompts. `items`: parts
+    that are not text."""
 
     token_ids: "array[int]"
     end: str = ""
+    items: tuple[PromptItem, ...] = ()
 
 
 async def encode_prompt(message: pb.GenerateRequest | pb.TokenizeRequest, model: ServedModel) -> Prompt:
@@ -46,12 +49,12 @@ async def encode_prompt(message: pb.GenerateRequest | pb.TokenizeRequest, model:
 
     Raises RequestError if there are none, or for an id outside the vocabulary.
     """
-    end = ""
+    end, items = "", tuple[PromptItem, ...]()
     aside = isinstance(message, pb.TokenizeRequest)
     kind = message.WhichOneof("input" if aside else "prompt")
     kept = _num_kept(message)
     most = max(model.context_length, MAX_TOKENIZE) if aside or kept else model.context_length
-    if message.parse_special_tokens and kind not in ("text", "chat"):
+    if message.parse_special_tokens and kind not in ("text", "chat", "parts"):
         invalid(f"parse_special_tokens is for text and chats, and the prompt is {kind or 'none'}")
     if model.max_encoder_len and not aside and kind != "token_ids":
         if kind is not None:
@@ -75,8 +78,11 @@ async def encode_prompt(message: pb.GenerateRequest | pb.TokenizeRequest, model:
         elif kind == "chat":
             token_ids, end = await _encode_chat(message, model, most, aside=aside)
             prompt = await take_token_ids(token_ids)
+        elif kind == "parts" and isinstance(message, pb.GenerateRequest):
+            parts = await encode_parts(message, model)
+            prompt, items = parts.token_ids, tuple(parts.items)
         else:
-            invalid("prompt is missing: set one of text, token_ids or chat")
+            invalid("prompt is missing: set one of text, token_ids, chat or parts")
         if aside and len(prompt) > most:
             raise TooManyTokensError
     except TooManyTokensError:
@@ -87,7 +93,7 @@ async def encode_prompt(message: pb.GenerateRequest | pb.TokenizeRequest, model:
     if kept:
         prompt = prompt[-kept:]
     check_token_ids(kind, prompt, model)  # a tokenizer may have token ids outside the model's vocabulary
-    return Prompt(prompt, end)
+    return Prompt(prompt, end, items)
 
 
 def _num_kept(message: pb.GenerateRequest | pb.TokenizeRequest) -> int:

@@ -13,6 +13,8 @@ from scheduler_service.frontend.http.limits import Held
 
 MAX_TEXTS = 2048
 """Largest number of texts of an HTTP request, as over gRPC."""
+MAX_VALUES = 1 << 15
+"""Values and escapes in a body beyond the size of a request without prompt_embeds."""
 VALUE_BYTES = 64
 """Bytes of a parsed value. An empty object of two characters takes 64 bytes."""
 Number = Annotated[int, Field(ge=0, lt=1 << 32)]
@@ -71,6 +73,12 @@ AnyFields = TypeVar("AnyFields", bound=Part)
 def parsed_bytes(body: bytes) -> int:
     """Upper bound of the memory of a body's parsed values in bytes, without their texts."""
     return VALUE_BYTES * sum(map(body.count, (b",", b"{", b"[")))
+
+
+def check_simple(body: bytes, most_bytes: int) -> None:
+    """Refuse a large body that is not mostly one plain text, such as base64, because parsing it would take long."""
+    if sum(map(body.count, (b",", b"{", b"[", b"\\"))) > MAX_VALUES:
+        raise _too_large(len(body), most_bytes)
 
 
 def parse(body: bytes, kind: type[AnyFields]) -> AnyFields:

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from pagewire_common.calls.request_limits import request_size
 from scheduler_service.access.caller import caller, tenant_of
-from scheduler_service.frontend.http.body import Part, parse, parse_names, parsed_bytes, read_body
+from scheduler_service.frontend.http.body import Part, check_simple, parse, parse_names, parsed_bytes, read_body
 from scheduler_service.frontend.http.errors import HttpError, invalid
 from scheduler_service.frontend.http.limits import MAX_SOUND_FORM_BYTES, Held
 from scheduler_service.frontend.http.resuming.event_ids import FIRST, HEADER, EventIds
@@ -52,9 +52,19 @@ class Call:
         """Largest size in bytes of a body with an audio file."""
         return self.service.link.request_limits().num_opaque_bytes + MAX_SOUND_FORM_BYTES
 
-    async def fields(self, kind: type[AnyFields]) -> AnyFields:
-        """Read and validate the JSON body. The body's memory stays reserved until the call ends. Raises HttpError."""
-        body = await self._read()
+    @property
+    def most_embeds_bytes(self) -> int:
+        """Largest size of prompt_embeds in base64."""
+        return self.service.link.request_limits().num_opaque_bytes * 4 // 3
+
+    async def fields(self, kind: type[AnyFields], *, takes_embeds: bool = False) -> AnyFields:
+        """Read and validate the JSON body. The body's memory stays reserved until the call ends. Raises HttpError.
+
+        `takes_embeds`: the body may also have prompt_embeds in base64, if requests may have them.
+        """
+        body = await self._read(self.most_bytes + (self.most_embeds_bytes if takes_embeds else 0))
+        if len(body) > self.most_bytes:
+            check_simple(body, self.most_bytes)
         self.held.take(parsed_bytes(body))
         hashed = blake2b()
         for start in range(0, len(body), HASHED_AT_ONCE):
@@ -66,13 +76,13 @@ class Call:
 
     async def field_names(self) -> Set[str]:
         """The names in the JSON body, which `fields` can read afterwards. Raises HttpError."""
-        self.body = await self._read()
+        self.body = await self._read(self.most_bytes)
         self.held.take(parsed_bytes(self.body))
         return parse_names(self.body)
 
-    async def _read(self) -> bytes:
+    async def _read(self, most_bytes: int) -> bytes:
         if not self.body:
-            self.body = await read_body(self.request, self.held, self.most_bytes, self.receive_seconds)
+            self.body = await read_body(self.request, self.held, most_bytes, self.receive_seconds)
             request_size.set(len(self.body))  # a body in chunks tells no length before
         body, self.body = self.body, b""
         return body

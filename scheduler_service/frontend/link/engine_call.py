@@ -19,6 +19,7 @@ from pagewire_common.calls.errors import RequestError
 from scheduler_service.access.caller import caller
 from scheduler_service.core import EncoderInput
 from scheduler_service.core.blocks.keys import block_keys, key_of_adapter, root_behind, root_key
+from scheduler_service.core.groups.prompt_item import Items
 from scheduler_service.frontend.link.engine_connection import CODES, accepted
 from scheduler_service.frontend.link.engine_link import EngineLink, patience
 from scheduler_service.frontend.model import ServedModel
@@ -236,6 +237,8 @@ async def _encode(submission: _Submission, link: EngineLink) -> pb.Submit:
     )
     if request.encoder_input is not None:
         encode_fields(EncoderInput, request.encoder_input, message.encoder_input)
+    for item in request.items:
+        message.items.add(**item._asdict())
     if part_of is not None:
         message.part_of, message.key = part_of.number, request.key
     if seconds < welcome.no_worker_timeout:
@@ -245,7 +248,7 @@ async def _encode(submission: _Submission, link: EngineLink) -> pb.Submit:
     if welcome.prefix_caching and model.generates:
         first = key_of_adapter(root_behind(root, request.encoder_input), request.adapter_id)
         message.block_keys = await _block_keys(
-            first, [*request.prompt_token_ids, *next(iter(begun), ())], model.block_size
+            first, [*request.prompt_token_ids, *next(iter(begun), ())], model.block_size, request.items
         )
     return message
 
@@ -255,9 +258,9 @@ def _api_key_id() -> str:
     return api_key.id if api_key else ""
 
 
-async def _block_keys(first: bytes, token_ids: Sequence[int], block_size: int) -> bytes:
+async def _block_keys(first: bytes, token_ids: Sequence[int], block_size: int, items: Items = ()) -> bytes:
     """The prefix-cache keys of a request's full blocks, computed here to relieve the only engine."""
-    keys, remaining = bytearray(), block_keys(first, array("I", token_ids), block_size)
+    keys, remaining = bytearray(), block_keys(first, array("I", token_ids), block_size, items)
     while some := list(islice(remaining, KEYS_AT_ONCE)):
         keys += b"".join(some)
         if len(some) == KEYS_AT_ONCE:

@@ -36,7 +36,8 @@ SHUTTING_DOWN = RequestError(grpc.StatusCode.UNAVAILABLE, "the server is shuttin
 _NO_TOKENIZER = "the model's tokenizer cannot be loaded; the server's log and GetClusterState say why"
 _NO_ENGINE = "the server's engine restarts, and took no requests"
 MIN_REQUEST_BYTES = 1 << 20
-MAX_SOUND_BYTES = 16 << 20
+MAX_OPAQUE_BYTES = 16 << 20
+"""Largest bytes of a request's sound or prompt_embeds, which are not parsed."""
 BYTES_PER_TOKEN = 12
 """Message bytes allowed for each token of the longest prompt. A token id takes at most 3 bytes; a token of prose 4 to
 5, of program code up to 10. Parsing takes 3 to 7 ms a MiB.
@@ -44,7 +45,7 @@ BYTES_PER_TOKEN = 12
 UNREAD_SHARE = 4
 MIN_BYTES = 16 << 20
 """Limit on the bytes of unanswered admissions, or a quarter of the limit on unread output if the quarter is larger."""
-NUM_SOUNDS = 12
+NUM_OPAQUE = 12
 """Limit on unanswered admissions, in sounds of the largest size. A sound is counted three times, so four fit."""
 ENGINE_SECONDS = 30.0
 """Seconds to wait for the next engine, or --no-worker-timeout if that is longer."""
@@ -60,12 +61,11 @@ def request_limits(model: ServedModel | None) -> RequestLimits:
     if model is None:
         return RequestLimits(MIN_REQUEST_BYTES, will_grow="until the served model is known; try again later")
     longest = (model.context_length + model.max_encoder_len) * BYTES_PER_TOKEN
-    return RequestLimits(max(MIN_REQUEST_BYTES, longest), _max_sound_bytes(model))
+    return RequestLimits(max(MIN_REQUEST_BYTES, longest), _max_opaque_bytes(model))
 
 
-def _max_sound_bytes(model: ServedModel | None) -> int:
-    """Largest bytes of a sound, which has a limit of its own because sounds are not parsed."""
-    return MAX_SOUND_BYTES if model is not None and model.feature_bytes else 0
+def _max_opaque_bytes(model: ServedModel | None) -> int:
+    return MAX_OPAQUE_BYTES if model is not None and (model.feature_bytes or model.prompt_embeds_size) else 0
 
 
 def note_patience(details: grpc.HandlerCallDetails) -> None:
@@ -97,7 +97,7 @@ class Admissions:
 
         `max_unread`: limit on the bytes of unread output.
         """
-        limit = max(MIN_BYTES, max_unread // UNREAD_SHARE, NUM_SOUNDS * _max_sound_bytes(model))
+        limit = max(MIN_BYTES, max_unread // UNREAD_SHARE, NUM_OPAQUE * _max_opaque_bytes(model))
         if self.num_bytes and self.num_bytes + num_bytes > limit:
             reason = "too many requests wait to be admitted; try again later"
             raise RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, reason)

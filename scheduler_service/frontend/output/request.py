@@ -7,7 +7,7 @@ from urllib.parse import quote
 import grpc
 
 from pagewire_common.calls.errors import RequestError
-from scheduler_service.core import EncoderInput, SamplingParams, SequenceStatus
+from scheduler_service.core import EncoderInput, PromptItem, SamplingParams, SequenceStatus
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.text.output_text import OutputText, ReasoningMarks
 from scheduler_service.frontend.text.tokenization import Tokenizer
@@ -58,6 +58,7 @@ class GenerationRequest:
 
     `n`: number of the likeliest outputs to send; None: send all.
     `hides_logprobs`: log-probabilities only rank the outputs.
+    `items`: parts of the prompt that are not text.
     `prompt_end`: the last characters of a rendered chat; empty for other prompts.
     `reasoning`: marks of the reasoning, in which stop strings have no effect.
     """
@@ -77,6 +78,7 @@ class GenerationRequest:
     resumes: bool = False
     adapter_id: str = ""
     encoder_input: EncoderInput | None = None
+    items: tuple[PromptItem, ...] = ()
     prompt_end: str = ""
     reasoning: ReasoningMarks | None = None
 
@@ -109,7 +111,7 @@ class GenerationRequest:
     def text(self, tokenizer: Tokenizer | None) -> OutputText:
         return OutputText(
             tokenizer if self.sampling.pooling is None else None,
-            self.prompt_token_ids,
+            self.prompt_token_ids[self.items[-1].stop :] if self.items else self.prompt_token_ids,
             skip_special_tokens=self.skip_special_tokens,
             stop=self.stop,
             include_stop=self.include_stop_str_in_output,

@@ -31,6 +31,9 @@ SOUND_BYTES = 16 << 20
 """Bytes of 30 seconds of sound, taken after admission: 2 MB of samples, 10 MB for computing features, and three copies
 of the features (1 to 1.5 MB each).
 """
+ITEM_COPIES = 3
+"""Copies of prompt_embeds besides the received and the parsed message: of the front end, on the way to the engine, and
+of the engine, which sends them to workers."""
 STRING_BYTES = 50
 """Bytes of a token's text as a separate string."""
 
@@ -44,12 +47,18 @@ def request_bytes(message: pb.GenerateRequest, num_bytes: int = 0) -> int:
     num_characters = len(message.text) + len(message.encoder_text) + _chat_characters(message.chat)
     num_characters += sum(map(len, sampling.bad_words)) + sum(map(len, sampling.choice.options))
     num_characters += len(sampling.json_schema) + len(sampling.regex) + len(sampling.grammar)
+    num_item_bytes = 0
+    for part in message.parts.parts:
+        num_numbers += len(part.token_ids.ids)
+        num_characters += len(part.text)
+        num_item_bytes += len(part.prompt_embeds)
     num_outputs = max(1, sampling.n, sampling.best_of, sampling.beam_width)
     return (
         REQUEST_BYTES
         + OUTPUT_BYTES * num_outputs
         + NUMBER_BYTES * num_numbers
         + CHARACTER_BYTES * num_characters
+        + ITEM_COPIES * num_item_bytes
         + 2 * max(num_bytes, message.ByteSize())
     )
 

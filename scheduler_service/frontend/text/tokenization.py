@@ -121,11 +121,18 @@ class Tokenizer:
         return self._chats is not None
 
     async def encode(
-        self, text: str, *, most: int = MAX_TOKENS, parse_special_tokens: bool = False, aside: bool = False
+        self,
+        text: str,
+        *,
+        most: int = MAX_TOKENS,
+        parse_special_tokens: bool = False,
+        aside: bool = False,
+        begins: bool = True,
     ) -> list[int]:
-        """Token ids of a text, with the model's prefix. Raises TooManyTokensError if there are clearly too many."""
+        """Token ids of a text, with the model's prefix if the text begins a prompt. Raises TooManyTokensError if there
+        are clearly too many."""
         tokenizer = self._parsing if parse_special_tokens else self._plain
-        return await self._on_thread(lambda: _encode(tokenizer, text, most, add_special_tokens=True), aside=aside)
+        return await self._on_thread(lambda: _encode(tokenizer, text, most, add_special_tokens=begins), aside=aside)
 
     async def encode_texts(self, texts: Sequence[Text], fit: TextFit) -> list[TextItem]:
         """Token ids of texts or pairs, with the special tokens that the model expects.

@@ -12,6 +12,7 @@ import torch
 import transformers
 from stepped_worker import PROMPT, Oracle, SteppedWorker, generate_with_everything, load_runner
 from test_layers_with_states import FAMILIES as WITH_STATES
+from worker_helpers import embeddings_item
 
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 LATENT: dict[str, Any] = {
@@ -304,6 +305,16 @@ def worker(checkpoint: Path) -> SteppedWorker:
 def test_logits_match_transformers(chunk_lens: list[int], worker: SteppedWorker, oracle: Oracle) -> None:
     expected = oracle.logprobs(PROMPT)[:-1]
     torch.testing.assert_close(worker.prompt_logprobs(chunk_lens), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_embeddings_in_place_of_tokens_match_transformers(worker: SteppedWorker, oracle: Oracle) -> None:
+    """Also where the network scales the embeddings of its own tokens."""
+    embeddings = oracle.embed(PROMPT).clone()
+    embeddings[6:12] = torch.randn(6, embeddings.shape[1])
+    items = (embeddings_item(embeddings[4:12], 4), embeddings_item(embeddings[20:37], 20))
+    assert worker.runner.model.prompt_embeds_size == embeddings.shape[1]
+    found, expected = worker.prompt_logprobs([8, 3, 16, 9], items), oracle.logprobs_behind(embeddings)[:-1]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_tokens_match_transformers_through_chunks_batches_preemption_and_swapping(

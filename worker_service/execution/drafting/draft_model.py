@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from worker_service.execution.cache.cache_engine import CacheEngine
-from worker_service.models.causal_model import AdapterPlace, Attention, Cache, CausalModel, Slots
+from worker_service.models.causal_model import AdapterPlace, Attention, Cache, CausalModel, GivenEmbeddings, Slots
 from worker_service.models.layers.linear import NONE_QUANTIZED, Quantization, Quantized
 from worker_service.session.session import ScheduledChunk, SequenceState
 from worker_service.session.step import BlockMapping, ModelOutput, SchedulerOutput
@@ -32,6 +32,7 @@ class _Widened:
 
     def __init__(self, model: CausalModel, vocabulary_size: int) -> None:
         self.config = model.config
+        self.prompt_embeds_size = 0  # drafts are made from token ids alone
         self._model = model
         self._vocabulary_size = vocabulary_size
 
@@ -46,7 +47,9 @@ class _Widened:
         attention: Attention,
         cache: Cache,
         adapter_slots: Tensor | None = None,
+        given: GivenEmbeddings | None = None,
     ) -> Tensor:
+        assert given is None
         known = token_ids.clamp(max=self.config.vocabulary_size - 1)
         return self._model.forward(known, positions, slots, attention, cache, adapter_slots)
 

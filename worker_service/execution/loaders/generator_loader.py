@@ -196,6 +196,7 @@ class GeneratorLoader(Loader):
             max_num_encoder_tokens=max(max_encoder_len, settings.max_num_batched_tokens) if max_encoder_len else 0,
             feature_bytes=getattr(config, "feature_bytes", 0),
             aligns=self._aligner is not None,
+            prompt_embeds_size=0 if max_encoder_len else self._model.prompt_embeds_size,
         )
 
     def explain(self, error: Exception) -> StartError | None:

@@ -4,6 +4,7 @@ The order in a row is fixed: bans (form, allowed tokens, bad words, minimum leng
 the rules for transcripts, which read the edited logits. This file turns parameters into indices of the matrix of
 logits, and `kernels.sampling.logit_edits` edits all rows at once."""
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,10 +18,13 @@ from kernels.sampling import logit_edits as kernel
 from worker_service.execution.sampling.form_masks import FormMasks
 from worker_service.execution.sampling.transcripts import edit_transcript
 from worker_service.session.session import SequenceState
+from worker_service.session.step import TOKENS
 
 _Ids = npt.NDArray[np.int64]
 _Floats = npt.NDArray[np.float32]
 _Bits = npt.NDArray[np.uint8]
+_NONE = -1
+"""The id of a token for which the prompt has only an embedding."""
 
 
 def edit_logits(logits: Tensor, sequences: Sequence[SequenceState], masks: FormMasks | None = None) -> None:
@@ -82,7 +86,8 @@ def edit_logits(logits: Tensor, sequences: Sequence[SequenceState], masks: FormM
 
 def _banned(sequence: SequenceState) -> list[int]:
     params = sequence.sampling
-    banned = [word[-1] for word in params.bad_words if _ends_with(sequence.token_ids, word[:-1])]
+    token_ids = _read(sequence) if params.bad_words else sequence.token_ids
+    banned = [word[-1] for word in params.bad_words if _ends_with(token_ids, word[:-1])]
     if len(sequence.token_ids) - sequence.num_prompt_tokens < params.min_tokens:
         banned.extend(params.eos_token_ids)
     return banned
@@ -94,12 +99,22 @@ def _penalties(sequence: SequenceState) -> tuple[_Ids, _Floats]:
     The penalty is the frequency penalty for each occurrence in the output, plus the presence penalty if the token is in
     the output. The repetition penalty is not included."""
     params = sequence.sampling
-    tokens = np.array(sequence.token_ids, dtype=np.int64)
-    seen = np.unique(tokens)
+    tokens = np.array(_read(sequence), dtype=np.int64)
+    seen = np.unique(tokens[tokens != _NONE])
     output, times = np.unique(tokens[sequence.num_prompt_tokens :], return_counts=True)
     penalties = np.zeros(len(seen), dtype=np.float32)
     penalties[np.searchsorted(seen, output)] = params.frequency_penalty * times + params.presence_penalty
     return seen, penalties
+
+
+def _read(sequence: SequenceState) -> "array[int]":
+    """The tokens of prompt and output, with `_NONE` where the prompt has embeddings."""
+    token_ids = sequence.token_ids
+    if sequence.items:
+        token_ids = token_ids[:]
+        for _, start, stop, _ in sequence.items:
+            token_ids[start:stop] = array(TOKENS, [_NONE]) * (stop - start)
+    return token_ids
 
 
 def _ends_with(token_ids: Sequence[int], suffix: Sequence[int]) -> bool:

@@ -19,6 +19,7 @@ from worker_service.execution.sampling.logprobs import check_finite, concatenate
 from worker_service.execution.sampling.pooling import pool_all
 from worker_service.execution.sampling.sampler import sample
 from worker_service.execution.steps.decode_graphs import DecodeGraphs
+from worker_service.execution.steps.given_embeddings import given_embeddings, has_given
 from worker_service.execution.steps.running_step import RunningStep, StepClock
 from worker_service.models.causal_model import Attention, CausalModel, GroupedCache, Slots
 from worker_service.session.session import ScheduledChunk, SequenceState
@@ -170,7 +171,7 @@ class ModelRunner(Runner):
         return self._decode_graphs is not None
 
     def follow(self, chunks: Sequence[ScheduledChunk]) -> bool:
-        return self._decode_graphs is not None and self._decode_graphs.fit(chunks)
+        return self._decode_graphs is not None and self._decode_graphs.fit(chunks) and not has_given(chunks)
 
     @torch.inference_mode()
     def launch(
@@ -235,7 +236,7 @@ class ModelRunner(Runner):
     def _forward(self, chunks: Sequence[ScheduledChunk], before: RunningStep | None) -> tuple[Tensor, Sequence[int]]:
         """Returns the hidden states, and the first row of each chunk followed by the number of rows."""
         adapter_slots = self._adapter_slots(chunks)
-        if self._decode_graphs is not None and (before is not None or self._decode_graphs.fit(chunks)):
+        if self._decode_graphs is not None and (before is not None or self.follow(chunks)):
             unseen = None if before is None else before.unseen_tokens()
             hidden = self._decode_graphs.forward(chunks, unseen, adapter_slots)
             return hidden, list(accumulate((chunk.stop - chunk.start for chunk in chunks), initial=0))
@@ -247,8 +248,9 @@ class ModelRunner(Runner):
         attention: Attention = batch.attention
         if isinstance(cache, GroupedCache):
             slots, attention = zip((slots, attention), *batch.further, strict=True)
+        given = given_embeddings(chunks, batch.query_start, self.device)
         return self.model.forward(
-            batch.token_ids, batch.positions, slots, attention, cache, adapter_slots
+            batch.token_ids, batch.positions, slots, attention, cache, adapter_slots, given
         ), batch.query_start
 
     def _pool(

@@ -20,7 +20,15 @@ from worker_service.models.borrowed.network import Body, Head, attention_of, bui
 from worker_service.models.borrowed.states import within_states
 from worker_service.models.borrowed.step_states import StepStates
 from worker_service.models.borrowed.weights import checkpoint_places
-from worker_service.models.causal_model import AdapterPlace, Attention, Cache, LayerPlace, Slots, by_layer
+from worker_service.models.causal_model import (
+    AdapterPlace,
+    Attention,
+    Cache,
+    GivenEmbeddings,
+    LayerPlace,
+    Slots,
+    by_layer,
+)
 from worker_service.models.layers.linear import NONE_QUANTIZED, Linear, Quantization, Quantized
 
 
@@ -33,6 +41,10 @@ class TransformersModel:
         self._body = Body(self._network)
         self._head = Head(self._network, self._body.module)
         self._adapter_slots: Tensor | None = None  # None outside a forward pass
+
+    @property
+    def prompt_embeds_size(self) -> int:
+        return self._body.embeds_size
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         return checkpoint_places(self._network)
@@ -73,12 +85,13 @@ class TransformersModel:
         attention: Attention,
         cache: Cache,
         adapter_slots: Tensor | None = None,
+        given: GivenEmbeddings | None = None,
     ) -> Tensor:
         self._adapter_slots = adapter_slots
         places = [*by_layer(slots, attention, cache)]
         num_keys = len(self.config.needs.keys)
         with within(_CachedAttention(places[:num_keys])), within_states(StepStates(places[num_keys:])):
-            return self._body(token_ids, positions)
+            return self._body(token_ids, positions, given)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return self._head(inputs_embeds=hidden[None])

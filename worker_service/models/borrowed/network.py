@@ -14,6 +14,7 @@ from worker_service.models.borrowed.attention import NAME
 from worker_service.models.borrowed.older_attention import KeyCache, replace_products
 from worker_service.models.borrowed.states import StateCache, has_states, replace_states
 from worker_service.models.borrowed.weights import tied_tensors
+from worker_service.models.causal_model import GivenEmbeddings
 from worker_service.models.layers.linear import Linear
 
 
@@ -76,7 +77,14 @@ class Body:
                 return 1 + int(module.padding_idx)
         return 0
 
-    def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+    @property
+    def embeds_size(self) -> int:
+        """Elements of an embedding that a call takes in place of a token id; 0 if the network reads token ids alone."""
+        if "inputs_embeds" not in self._takes:
+            return 0
+        return int(self.module.get_input_embeddings().weight.shape[1])
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, given: GivenEmbeddings | None = None) -> Tensor:
         """token_ids: [num_tokens]; positions: [num_tokens], the first token's is 0. Returns hidden states, [num_tokens,
         hidden_size]."""
         positions = self._positions = positions + self._first if self._first else positions
@@ -89,6 +97,10 @@ class Body:
         }
         if self._cache_name:  # transformers looks for no boundaries if there is a cache
             inputs |= {"attention_mask": None, self._cache_name: StateCache()}
+        if given is not None:
+            embeddings = self.module.get_input_embeddings()(token_ids)
+            embeddings[given.rows] = given.embeddings.to(embeddings.dtype)
+            inputs |= {"input_ids": None, "inputs_embeds": embeddings[None]}
         output = self.module(**{name: value for name, value in inputs.items() if name in self._takes}, use_cache=False)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden

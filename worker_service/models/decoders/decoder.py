@@ -16,7 +16,15 @@ from kernels.backends import ops_for
 from kernels.float8 import Float8Weight
 from kernels.inputs import AttentionMetadata, rotary_tables
 from kernels.ops import Ops
-from worker_service.models.causal_model import AdapterPlace, Attention, Cache, Fill, Slots, by_layer
+from worker_service.models.causal_model import (
+    AdapterPlace,
+    Attention,
+    Cache,
+    Fill,
+    GivenEmbeddings,
+    Slots,
+    by_layer,
+)
 from worker_service.models.decoders.attention import AttentionHalf, LatentAttention, QkvAttention
 from worker_service.models.decoders.decoder_config import DecoderConfig, LayerConfig
 from worker_service.models.decoders.mlp import SHARED_EXPERTS, DenseMlp, MixtureMlp, Mlp, Projection
@@ -220,6 +228,10 @@ class Decoder:
         """A function from token ids [num_tokens] int64 to [num_tokens, hidden_size] float32."""
         return self._embedding
 
+    @property
+    def prompt_embeds_size(self) -> int:
+        return self.config.hidden_size
+
     def show_states(self, before: Sequence[int], show: Callable[[Sequence[Tensor], Tensor], None]) -> None:
         """In each forward pass, call `show` with the hidden states before the layers in `before`, and the slots. States
         are [num_tokens, hidden_size] in the weights' dtype. In `before`, num_layers means after the last layer, and
@@ -270,6 +282,7 @@ class Decoder:
         attention: Attention,
         cache: Cache,
         adapter_slots: Tensor | None = None,
+        given: GivenEmbeddings | None = None,
     ) -> Tensor:
         """See `CausalModel.forward`. Hidden states are normalised by the last norm."""
         rotations = {
@@ -278,6 +291,8 @@ class Decoder:
         residual, delta = self._embedding(token_ids), None
         if self._embedding_scale != 1:
             residual *= self._embedding_scale
+        if given is not None:
+            residual[given.rows] = given.embeddings
         states: dict[int, Tensor] = {}
         places = by_layer(slots, attention, cache)
         for number, (layer, layer_config, place) in enumerate(

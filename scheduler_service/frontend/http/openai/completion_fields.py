@@ -1,21 +1,29 @@
 """The fields of a /v1/completions body."""
 
-from typing import Literal
+import asyncio
+import binascii
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from pagewire.v1 import inference_service_pb2 as pb
-from scheduler_service.frontend.http.body import Number, Texts
+from scheduler_service.frontend.http.body import ListOf, Number, Texts, each_text
 from scheduler_service.frontend.http.errors import invalid
+from scheduler_service.frontend.http.limits import Held
 from scheduler_service.frontend.http.openai.sampling_fields import SamplingFields, check_store, sampling_params
 from scheduler_service.frontend.model import ServedModel
 
 MAX_TOKENS = 16
 """Default number of output tokens, as in OpenAI's API and in vLLM."""
+DECODED_AT_ONCE = 1 << 20
+"""Characters of base64 that are decoded in one turn of the event loop."""
 
 
 class CompletionFields(SamplingFields):
     """OpenAI's fields, and vLLM's fields that InferenceService has too."""
 
-    prompt: Texts
+    prompt: Texts | None = None
+    prompt_embeds: Annotated[str, Field(min_length=1)] | ListOf[str] | None = None
     echo: bool | None = None
     logprobs: Number | None = None
     add_special_tokens: Literal[True] | None = None
@@ -40,3 +48,33 @@ def completion_params(fields: CompletionFields, model: ServedModel) -> pb.Sampli
                 raise invalid("echo with logprobs needs as many prompt_logprobs", "prompt_logprobs")
             sampling.prompt_logprobs = fields.logprobs
     return sampling
+
+
+async def given_prompts(fields: CompletionFields, held: Held) -> list[str | list[int] | bytes]:
+    """The prompts: first embeddings, as safetensors, then texts and lists of token ids. Raises HttpError.
+
+    Without other prompts, clients send an empty `prompt` beside prompt_embeds, because OpenAI's library wants one.
+    """
+    given = fields.prompt_embeds
+    if given is None:
+        if fields.prompt is None:
+            raise invalid("prompt: Field required", "prompt")
+        return [*each_text(fields.prompt)]
+    for name in ("echo", "truncate_prompt_tokens"):
+        if getattr(fields, name):
+            raise invalid(f"{name} is not possible with prompt_embeds, because embeddings have no token ids", name)
+    embeds = [given] if isinstance(given, str) else given
+    held.take(2 * sum(map(len, embeds)))  # decoded, and in a request
+    found: list[str | list[int] | bytes] = [await _decoded(one) for one in embeds]
+    return found + (each_text(fields.prompt) if fields.prompt else [])
+
+
+async def _decoded(text: str) -> bytes:
+    decoded = bytearray()
+    for start in range(0, len(text), DECODED_AT_ONCE):
+        try:
+            decoded += binascii.a2b_base64(text[start : start + DECODED_AT_ONCE], strict_mode=True)
+        except ValueError as error:
+            raise invalid(f"prompt_embeds is not base64: {error}", "prompt_embeds") from None
+        await asyncio.sleep(0)  # lets other tasks run
+    return bytes(decoded)

@@ -12,11 +12,10 @@ from aiohttp import web
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.calls.errors import RequestError
 from scheduler_service.frontend.checking.prompt import decode_tokens, encode_prompt
-from scheduler_service.frontend.http.body import each_text
 from scheduler_service.frontend.http.call import Call
 from scheduler_service.frontend.http.errors import invalid
-from scheduler_service.frontend.http.openai.completion_fields import CompletionFields, completion_params
-from scheduler_service.frontend.http.openai.logprobs import MIN_LOGPROB, POSITIONS_A_TURN, shown_prompt_logprobs
+from scheduler_service.frontend.http.openai.completion_fields import CompletionFields, completion_params, given_prompts
+from scheduler_service.frontend.http.openai.logprobs import POSITIONS_A_TURN, shown_columns, shown_prompt_logprobs
 from scheduler_service.frontend.http.openai.sampling_fields import kept_tokens
 from scheduler_service.frontend.http.resuming.event_ids import HEADER
 from scheduler_service.frontend.http.writing import answer_in_parts
@@ -78,7 +77,7 @@ class _Prompt:
 
 
 async def complete(call: Call) -> web.StreamResponse:
-    fields = await call.fields(CompletionFields)
+    fields = await call.fields(CompletionFields, takes_embeds=True)
     return await _Completions(call, fields, await call.model()).answer()
 
 
@@ -104,7 +103,7 @@ class _Completions:
         if fields.stream and fields.prompt_logprobs is not None:
             raise invalid("prompt_logprobs cannot be streamed", "prompt_logprobs")
         sampling = completion_params(fields, self._model)
-        given = each_text(fields.prompt)
+        given = await given_prompts(fields, self._call.held)
         if not 1 <= len(given) <= MAX_PROMPTS:
             raise invalid(f"prompt has {len(given)} entries; it must have 1 to {MAX_PROMPTS}")
         num_bytes = len(given) * sampling.ByteSize()
@@ -131,7 +130,7 @@ class _Completions:
         whole = json.dumps(self._head | {"usage": self._usage()}).encode()
         return await answer_in_parts(self._call.request, whole, b"choices", self._finished())
 
-    async def _prepare(self, given: str | list[int], sampling: pb.SamplingParams) -> _Prompt:
+    async def _prepare(self, given: str | list[int] | bytes, sampling: pb.SamplingParams) -> _Prompt:
         """Make the request of one prompt, and the text that it echoes."""
         call, fields = self._call, self._fields
         kept, from_start = kept_tokens(fields, sampling, self._model), fields.truncation_side == "right"
@@ -152,6 +151,8 @@ class _Completions:
                 tokenized = pb.TokenizeRequest(text=given, parse_special_tokens=fields.parse_special_tokens)
                 asked.parse_special_tokens = False
                 asked.token_ids.ids.extend((await encode_prompt(tokenized, self._model)).token_ids)
+        elif isinstance(given, bytes):
+            asked.parts.parts.add(prompt_embeds=given)
         else:
             asked.token_ids.ids.extend(given)
             if fields.echo:
@@ -285,7 +286,8 @@ class _Completions:
         if self._fields.return_token_ids:
             shown["token_ids"] = choice.token_ids
             if not choice.continues:
-                shown["prompt_token_ids"] = _prompt_ids(self._prompts[number].asked)
+                asked = self._prompts[number].asked
+                shown["prompt_token_ids"] = None if asked.HasField("parts") else _prompt_ids(asked)
         found = await self._shown_logprobs(choice, token_ids, logprobs)
         if not self._fields.stream:
             found += f', "prompt_logprobs": {self._prompts[number].logprobs or "null"}'
@@ -309,28 +311,11 @@ class _Completions:
         """
         if self._fields.logprobs is None:
             return "null"
-        texts, none = self._call.texts, "null"
-
-        def named(token_id: int) -> str:
-            return f"token_id:{token_id}" if self._fields.return_tokens_as_token_ids else texts[token_id]
-
-        columns: list[list[str]] = [[], [], [], []]
-        for start in range(0, len(token_ids), POSITIONS_A_TURN):
-            stop = start + POSITIONS_A_TURN
-            for token_id, position in zip(token_ids[start:stop], logprobs[start:stop], strict=True):
-                text, own, top = texts[token_id], none, none
-                if position.HasField("chosen"):  # the first token of a prompt has no log-probability
-                    own = json.dumps(max(position.chosen.logprob, MIN_LOGPROB))
-                    likeliest_last = (position.chosen, *reversed(position.top))
-                    top = json.dumps({named(one.token_id): max(one.logprob, MIN_LOGPROB) for one in likeliest_last})
-                row = (json.dumps(named(token_id)), own, top, str(choice.offset))
-                for column, cell in zip(columns, row, strict=True):
-                    column.append(cell)
-                choice.offset += len(text)
-            await asyncio.sleep(0)  # lets other tasks run
-        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-        members = (f'"{name}": [{", ".join(cells)}]' for name, cells in zip(names, columns, strict=True))
-        return f"{{{', '.join(members)}}}"
+        as_ids = self._fields.return_tokens_as_token_ids
+        found, choice.offset = await shown_columns(
+            self._call.texts, token_ids, logprobs, choice.offset, as_token_ids=as_ids
+        )
+        return found
 
     def _usage(self) -> dict[str, Any]:
         prompt = sum(prompt.num_tokens for prompt in self._prompts)

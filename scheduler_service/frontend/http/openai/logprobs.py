@@ -1,4 +1,4 @@
-"""Log-probabilities of a chat in OpenAI's form: one entry for each generated token."""
+"""Log-probabilities in OpenAI's form."""
 
 import asyncio
 import json
@@ -44,6 +44,41 @@ async def shown_prompt_logprobs(
         found += [json.dumps({one.token_id: _ranked(one, texts) for one in (*it.top, it.chosen)}) for it in part]
         await asyncio.sleep(0)
     return found
+
+
+async def shown_columns(
+    texts: TokenTexts,
+    token_ids: Sequence[int],
+    logprobs: Sequence[pb.TokenLogprobs],
+    offset: int,
+    *,
+    as_token_ids: bool,
+) -> tuple[str, int]:
+    """The log-probabilities of a completion as JSON, and the offset behind its tokens. `offset`: characters before
+    them. If several tokens have the same text, only the likeliest token is kept.
+    """
+    none = "null"
+
+    def named(token_id: int) -> str:
+        return f"token_id:{token_id}" if as_token_ids else texts[token_id]
+
+    columns: list[list[str]] = [[], [], [], []]
+    for start in range(0, len(token_ids), POSITIONS_A_TURN):
+        stop = start + POSITIONS_A_TURN
+        for token_id, position in zip(token_ids[start:stop], logprobs[start:stop], strict=True):
+            text, own, top = texts[token_id], none, none
+            if position.HasField("chosen"):  # the first token of a prompt has no log-probability
+                own = json.dumps(max(position.chosen.logprob, MIN_LOGPROB))
+                likeliest_last = (position.chosen, *reversed(position.top))
+                top = json.dumps({named(one.token_id): max(one.logprob, MIN_LOGPROB) for one in likeliest_last})
+            row = (json.dumps(named(token_id)), own, top, str(offset))
+            for column, cell in zip(columns, row, strict=True):
+                column.append(cell)
+            offset += len(text)
+        await asyncio.sleep(0)  # lets other tasks run
+    names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    members = (f'"{name}": [{", ".join(cells)}]' for name, cells in zip(names, columns, strict=True))
+    return f"{{{', '.join(members)}}}", offset
 
 
 def _ranked(one: pb.TokenLogprob, texts: TokenTexts) -> dict[str, object]:

@@ -1,0 +1,94 @@
+"""Parts of a prompt that are not text, such as embeddings.
+
+An item takes the place of `num_embeddings` tokens, whose ids in the prompt are `PLACEHOLDER`. Block keys contain the
+digests of items, so equal ids never find the blocks of other items. A worker receives an item's bytes once and keeps
+them while a sequence may need them.
+"""
+
+from bisect import bisect_left
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+PLACEHOLDER = 0
+KEPT_BYTES = 64 << 20
+"""Bytes of items without a sequence that a worker keeps for later requests."""
+
+
+class PromptItem(NamedTuple):
+    """Equal items have equal digests. A replayed request has no `data`, only `num_bytes`."""
+
+    digest: bytes
+    """SHA-256 of the item's kind, type, shape and content."""
+    start: int
+    """Index of the first token that the item replaces."""
+    num_embeddings: int
+    num_bytes: int
+    data: bytes = b""
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.num_embeddings
+
+
+Items = Sequence[PromptItem]
+"""The items of a prompt, in its order."""
+
+_START = attrgetter("start")
+
+
+def key_of_items(items: Items, start: int, stop: int) -> bytes:
+    """The part of a block's key for items that begin at tokens [start, stop). The keys of later blocks depend on this
+    key, so they do not name the items again."""
+    key = b""
+    for place in range(bisect_left(items, start, key=_START), len(items)):
+        item = items[place]
+        if item.start >= stop:
+            break
+        key += item.digest + item.start.to_bytes(8, "little")
+    return key
+
+
+class WorkerItems:
+    """The items that one worker has: those of groups on the worker, and later the least recently used are dropped."""
+
+    def __init__(self, most_kept: int = KEPT_BYTES) -> None:
+        self._most_kept = most_kept
+        self._users: Counter[bytes] = Counter()
+        self._held: dict[object, dict[bytes, int]] = {}  # the digests and bytes of each group's items
+        self._kept: OrderedDict[bytes, int] = OrderedDict()  # without a group, the least recently used first
+        self._num_kept_bytes = 0
+        self._dropped: list[bytes] = []
+
+    def hold(self, group: object, items: Items) -> frozenset[bytes]:
+        """Keep items for a group until `release`. Returns the digests of items that the worker does not have."""
+        held, missing = self._held.setdefault(group, {}), set()
+        for digest, _, _, num_bytes, _ in items:
+            if digest in held:
+                continue
+            held[digest] = num_bytes
+            if digest in self._kept:
+                self._num_kept_bytes -= self._kept.pop(digest)
+            elif not self._users[digest]:
+                missing.add(digest)
+            self._users[digest] += 1
+        return frozenset(missing)
+
+    def release(self, group: object) -> None:
+        """Drop items for which no group and no room is left."""
+        for digest, num_bytes in self._held.pop(group, {}).items():
+            self._users[digest] -= 1
+            if not self._users[digest]:
+                del self._users[digest]
+                self._kept[digest] = num_bytes
+                self._num_kept_bytes += num_bytes
+        while self._num_kept_bytes > self._most_kept:
+            digest, num_bytes = self._kept.popitem(last=False)
+            self._num_kept_bytes -= num_bytes
+            self._dropped.append(digest)
+
+    def take_dropped(self) -> list[bytes]:
+        """Digests to be dropped by the worker before it receives further items; each is returned once."""
+        dropped, self._dropped = self._dropped, []
+        return dropped

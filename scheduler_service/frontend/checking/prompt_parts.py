@@ -1,0 +1,127 @@
+"""Converts a prompt of several parts to token ids and items. Embeddings are checked on a thread."""
+
+import asyncio
+import hashlib
+from array import array
+
+import grpc
+import numpy as np
+
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_common.calls.errors import RequestError
+from pagewire_common.prompt_embeds import MAX_BYTES, EmbeddingsHeader, read_embeddings_header
+from scheduler_service.access.caller import caller
+from scheduler_service.core import PromptItem
+from scheduler_service.core.groups.prompt_item import PLACEHOLDER
+from scheduler_service.frontend.checking.checks import (
+    check_context,
+    check_length,
+    check_token_ids,
+    invalid,
+    require_tokenizer,
+    take_token_ids,
+)
+from scheduler_service.frontend.model import ServedModel
+from scheduler_service.frontend.rendering.encoding_errors import TooManyTokensError
+
+MAX_PARTS = 256
+_EXPONENTS = {"F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F80_0000}
+"""The bits of an exponent, which are all set in NaN and infinity."""
+
+
+class PromptBuilder:
+    """The tokens and items of the parts that have been added."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self.token_ids = array("I")
+        self.items: list[PromptItem] = []
+        self._model = model
+
+    def add_tokens(self, name: str, token_ids: "array[int]") -> None:
+        check_token_ids(name, token_ids, self._model)
+        self.token_ids += token_ids
+        check_context("parts", len(self.token_ids), self._model)
+
+    def add_item(self, digest: bytes, num_embeddings: int, data: bytes) -> None:
+        start = len(self.token_ids)
+        check_context("parts", start + num_embeddings, self._model)
+        self.token_ids += array("I", [PLACEHOLDER]) * num_embeddings
+        self.items.append(PromptItem(digest, start, num_embeddings, len(data), data))
+
+
+async def encode_parts(message: pb.GenerateRequest, model: ServedModel) -> PromptBuilder:
+    """Raises RequestError."""
+    parts = message.parts.parts
+    check_length("parts", len(parts), MAX_PARTS)
+    _check_combinations(message)
+    if any(part.HasField("prompt_embeds") for part in parts):
+        _check_permission(model)
+    built, num_bytes = PromptBuilder(model), 0
+    for number, part in enumerate(parts):
+        match kind := part.WhichOneof("part"):
+            case "text":
+                tokenizer = require_tokenizer(f"parts[{number}].text", model)
+                most = model.context_length
+                if len(part.text) > most * tokenizer.longest_token:
+                    invalid(f"parts[{number}].text has {len(part.text)} characters; the context of {most} holds fewer")
+                try:
+                    encoded = await tokenizer.encode(
+                        part.text,
+                        most=most,
+                        parse_special_tokens=message.parse_special_tokens,
+                        begins=not built.token_ids,
+                    )
+                except TooManyTokensError:
+                    invalid(f"parts[{number}].text has more than {most} tokens; the context has {most}")
+                built.add_tokens(f"parts[{number}].text", await take_token_ids(encoded))
+            case "token_ids":
+                check_context(f"parts[{number}].token_ids", len(part.token_ids.ids), model)
+                built.add_tokens(f"parts[{number}].token_ids", await take_token_ids(part.token_ids.ids))
+            case "prompt_embeds":
+                data = part.prompt_embeds
+                num_bytes += len(data)
+                if num_bytes > MAX_BYTES:
+                    invalid(f"prompt_embeds have {num_bytes} bytes or more; at most {MAX_BYTES} are allowed")
+                digest, num_embeddings = await asyncio.to_thread(
+                    _check_embeddings, f"parts[{number}].prompt_embeds", data, model.prompt_embeds_size
+                )
+                built.add_item(digest, num_embeddings, data)
+            case _:
+                invalid(f"parts[{number}] is empty; set one of text, token_ids or prompt_embeds, not {kind}")
+    return built
+
+
+def _check_combinations(message: pb.GenerateRequest) -> None:
+    if message.sampling.HasField("prompt_logprobs"):
+        invalid("sampling.prompt_logprobs is not possible with parts, because embeddings have no token ids")
+    if message.HasField("truncate_prompt_tokens"):
+        invalid("truncate_prompt_tokens is not possible with parts; send fewer parts")
+
+
+def _check_permission(model: ServedModel) -> None:
+    if not model.prompt_embeds_size:
+        reason = "prompt_embeds: this server runs without --enable-prompt-embeds, or its model reads none"
+        raise RequestError(grpc.StatusCode.UNIMPLEMENTED, reason)
+    if (key := caller.get()) is not None and not key.prompt_embeds:
+        raise RequestError(grpc.StatusCode.PERMISSION_DENIED, "this API key may not send prompt_embeds")
+
+
+def _check_embeddings(name: str, data: bytes, size: int) -> tuple[bytes, int]:
+    """The digest of embeddings, and their number. Raises RequestError."""
+    try:
+        header = read_embeddings_header(data)
+    except ValueError as error:
+        invalid(f"{name} {error}")
+    if header.size != size:
+        invalid(f"{name} has embeddings of {header.size} elements; this model's have {size}")
+    if not _is_finite(header, data):
+        invalid(f"{name} contains NaN or infinity")
+    digest = hashlib.sha256(f"embeddings {header.dtype} {header.size} ".encode())
+    digest.update(memoryview(data)[header.begin :])
+    return digest.digest(), header.num_embeddings
+
+
+def _is_finite(header: EmbeddingsHeader, data: bytes) -> bool:
+    bits = np.frombuffer(data, dtype="<u4" if header.dtype == "F32" else "<u2", offset=header.begin)
+    exponent = bits.dtype.type(_EXPONENTS[header.dtype])
+    return not np.any((bits & exponent) == exponent)
