@@ -47,10 +47,13 @@ async def test_embeddings_of_tokens_give_the_text_of_the_tokens(url: str, encode
         (text,) = await texts(IDS)
         assert await texts("", prompt_embeds=encoded) == [text]
         assert await texts([IDS], prompt_embeds=[encoded, encoded]) == [text] * 3
+        more = {"prompt_embeds": encoded, "stream_options": {"continuous_usage_stats": True}}
         streamed = await client.completions.create(
-            model="tiny-llama", prompt="", stream=True, **FIELDS, extra_body={"prompt_embeds": encoded}
+            model="tiny-llama", prompt="", stream=True, **FIELDS, extra_body=more
         )
-        assert "".join([chunk.choices[0].text async for chunk in streamed]) == text
+        chunks = [chunk async for chunk in streamed]
+        assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == text
+        assert {chunk.usage.prompt_tokens for chunk in chunks if chunk.usage} == {20}
     async with aiohttp.ClientSession() as session:
         body = FIELDS | {"prompt_embeds": encoded, "return_token_ids": True}
         async with session.post(f"{url}/v1/completions", json=body) as answer:
@@ -95,4 +98,4 @@ async def test_a_body_may_be_large_with_embeddings_alone(url: str) -> None:
     assert (await refusal(url, prompt=[0] * 5_000_000))[0] == 413
     for costly in (b"[" * 2_000_000, b"\\u0041" * 200_000):
         with pytest.raises(HttpError):
-            check_simple(costly, 1 << 20)
+            await check_simple(costly, 1 << 20)

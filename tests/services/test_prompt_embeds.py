@@ -10,6 +10,7 @@ import torch
 from embeds_helpers import ASKED, answers, embeddings_of, expected, serving_embeds, with_embeds
 from engines import until
 from scheduler_in_process import scheduler
+from slow_heads import write_head
 from speculating import Plain, num_preemptions
 from test_resumption import Caller, Stream
 from torch import Tensor
@@ -99,6 +100,25 @@ async def test_other_embeddings_give_the_outputs_of_transformers(
 @pytest.fixture(scope="module")
 def token_ids() -> list[int]:
     return [*range(70, 110)]
+
+
+@pytest.mark.usefixtures("all_verified")
+async def test_embeddings_go_with_adapters_and_with_a_head_that_drafts(
+    tiny_model_directory: Path, adapters: Path, table: Tensor, token_ids: list[int], tmp_path: Path
+) -> None:
+    head = write_head(tmp_path / "head", hidden=64, vocabulary=259, eagle_aux_hidden_state_layer_ids=[2, 1, 0])
+    settings = {"max_loras": 2, "speculative_config": {"method": "eagle3", "model": str(head)}}
+    served = serving_embeds(tiny_model_directory, settings=settings, lora_dir=adapters)
+    async with served as (one, _), Client(one.target) as client:
+        found = []
+        for name in ("", "one", "two"):
+            for prompt in (token_ids, with_embeds(token_ids, table, 5), with_embeds(token_ids, table, 5)):
+                completion = await collect(client, prompt, GREEDY, lora_name=name)
+                found.append((completion.outputs[0].token_ids, completion.cached_tokens))
+        outputs = [output for output, _ in found[::3]]
+        assert outputs[0] != outputs[1] != outputs[2] != outputs[0]
+        assert found == [(output, cached) for output in outputs for cached in (0, 0, 32)]
+        assert one.engine.workers.all[0].drafts.verified.num_tokens
 
 
 async def test_a_stream_of_embeddings_is_resumed_with_the_same_embeddings_alone(

@@ -18,6 +18,7 @@ from scheduler_service.core import (
     EncoderInput,
     PhaseRule,
     PreemptionMode,
+    PromptItem,
     SamplingParams,
     SchedulerConfig,
     SequenceGroup,
@@ -144,7 +145,10 @@ def test_values_that_are_none_come_back_as_none() -> None:
 
 def test_a_group_comes_back_as_it_was_made() -> None:
     message = pb.RecordedArrival()
-    group = SequenceGroup("r", [3, 1, 2], SAMPLING, b"root", priority=-4, tenant="t", adapter_id="l", arrived_at=0.1)
+    items = (PromptItem(b"digest", 1, 2, 30, b"data"),)
+    group = SequenceGroup(
+        "r", [3, 1, 2], SAMPLING, b"root", priority=-4, tenant="t", adapter_id="l", arrived_at=0.1, items=items
+    )
     encode_fields(SequenceGroup, group, message)
     made = decode_fields(SequenceGroup, message)
     names = (
@@ -156,6 +160,7 @@ def test_a_group_comes_back_as_it_was_made() -> None:
         "tenant",
         "adapter_id",
         "arrived_at",
+        "items",
     )
     for name in names:
         assert getattr(made, name) == getattr(group, name)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 from cluster import cluster_state
@@ -14,7 +15,7 @@ from prompts import PROMPTS
 from tiny_adapters import write_adapter
 from tiny_model import write_tiny_llama
 
-from pagewire_client import Client, LocalServer, SamplingParams
+from pagewire_client import Client, LocalServer, PromptEmbeds, SamplingParams
 from pagewire_client.admin import Admin
 from pagewire_client.llm import collect
 from pagewire_client.local import ServiceProcess
@@ -30,13 +31,14 @@ SMALL_POOL = (
     "0.002",
 )
 """For twelve sequences at once that end with two or three blocks, so that some must make room."""
+EMBEDDINGS = np.random.default_rng(0).normal(0, 0.2, (40, 72)).astype(np.float32)
 TWO_RANKS = ("--tensor-parallel-size", "2")
 NGRAMS = ("--speculative-config", '{"method": "ngram"}')
 
 
 async def completions(target: str) -> list[list[list[int]]]:
-    """The tokens of each output, greedy and drawn, of short prompts that all run at once, and of one that runs
-    alone and repeats itself."""
+    """The tokens of each output, greedy and drawn, of short prompts that all run at once, and of two that run alone:
+    one repeats itself, and one is of embeddings."""
 
     def sampling(number: int) -> SamplingParams:
         drawn = {"n": 2, "temperature": 0.8, "top_p": 0.95, "seed": number} if number % 2 else {"temperature": 0}
@@ -47,6 +49,7 @@ async def completions(target: str) -> list[list[list[int]]]:
         done = await asyncio.gather(*(collect(client, text, sampling(number)) for number, text in enumerate(prompts)))
         alone = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
         done.append(await collect(client, "one two three one two three one two", alone))
+        done.append(await collect(client, PromptEmbeds.of(EMBEDDINGS), alone))
     return [[output.token_ids for output in completion.outputs] for completion in done]
 
 
@@ -57,7 +60,8 @@ async def test_a_model_of_the_default_models_heads_says_the_same_in_two_ranks(
     verifies as well."""
     heads = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}
     write_tiny_llama(tmp_path / "tiny-llama", byte_tokenizer_directory, **heads)
-    model, scheduler = str(tmp_path / "tiny-llama"), ["--preemption-mode", "swap", "--check-invariants"]
+    model = str(tmp_path / "tiny-llama")
+    scheduler = ["--preemption-mode", "swap", "--check-invariants", "--enable-prompt-embeds"]
     with LocalServer(model, worker_arguments=SMALL_POOL, scheduler_arguments=scheduler) as alone:
         expected = await completions(alone.target)
     for guessing in ((), NGRAMS):

@@ -23,7 +23,9 @@ import transformers
 from stepped_worker import PROMPT, Oracle, SteppedWorker, generate_with_everything, load_runner, make_nan
 from tiny_networks import save_tokenizer, tiny_network
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from worker_helpers import embeddings_item
 
+from worker_service.execution.steps.model_runner import ModelRunner
 from worker_service.loading.checkpoint import Checkpoint
 from worker_service.models.decoders.families import FAMILIES
 from worker_service.models.registry import read_config
@@ -83,12 +85,27 @@ def compare(folder: Path, oracle: Oracle, expected: torch.Tensor) -> str:
         difference = float((found - expected[:-1]).abs().max())
         if not difference <= TOLERANCE * max(1.0, float(expected.abs().max()) / 10):
             return f"log-probabilities differ by {difference:.2g} in chunks of {chunk_lens}"
+    if (difference := difference_of_embeddings(runner, oracle)) > TOLERANCE:
+        return f"log-probabilities behind embeddings differ by {difference:.2g}"
     make_nan(runner.cache_engine.device_blocks)
     greedy, beside = oracle.greedy(PROMPT, NUM_TOKENS), oracle.greedy(PROMPT[:20], 4)
     found_tokens = generate_with_everything(SteppedWorker(runner), NUM_TOKENS)
     if found_tokens != (greedy, beside):
         return f"tokens are {found_tokens}, and transformers' {(greedy, beside)}"
     return ""
+
+
+def difference_of_embeddings(runner: ModelRunner, oracle: Oracle) -> float:
+    """The largest, for each unit of the largest logit, if the network reads embeddings in place of tokens."""
+    if not runner.model.prompt_embeds_size:
+        return 0.0
+    embeddings = oracle.embed(PROMPT).clone()
+    embeddings[6:12] = embeddings[6:12].flip(0) * 1.5
+    make_nan(runner.cache_engine.device_blocks)
+    items = (embeddings_item(embeddings[4:12], 4), embeddings_item(embeddings[20:37], 20))
+    expected = oracle.logprobs_behind(embeddings)
+    difference = float((SteppedWorker(runner).prompt_logprobs([8, 3, 16, 9], items) - expected[:-1]).abs().max())
+    return difference / max(1.0, float(expected.abs().max()) / 10)
 
 
 def one_line(error: Exception) -> str:

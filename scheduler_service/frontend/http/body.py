@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Set
 from typing import Annotated, Any, TypeVar
 
+import numpy as np
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
@@ -75,10 +76,17 @@ def parsed_bytes(body: bytes) -> int:
     return VALUE_BYTES * sum(map(body.count, (b",", b"{", b"[")))
 
 
-def check_simple(body: bytes, most_bytes: int) -> None:
-    """Refuse a large body that is not mostly one plain text, such as base64, because parsing it would take long."""
-    if sum(map(body.count, (b",", b"{", b"[", b"\\"))) > MAX_VALUES:
+async def check_simple(body: bytes, most_bytes: int) -> int:
+    """Refuse a large body that is not mostly plain text such as base64, because parsing it would take long. Returns an
+    upper bound of the memory of its parsed values, as `parsed_bytes`, which would count for 60 ms."""
+
+    def count() -> int:
+        characters = np.frombuffer(body, dtype=np.uint8)
+        return sum(int(np.count_nonzero(characters == mark)) for mark in b",{[\\")
+
+    if (num_marks := await asyncio.to_thread(count)) > MAX_VALUES:
         raise _too_large(len(body), most_bytes)
+    return VALUE_BYTES * num_marks
 
 
 def parse(body: bytes, kind: type[AnyFields]) -> AnyFields:

@@ -12,7 +12,7 @@ from pagewire_common.calls.request_limits import request_size
 from scheduler_service.access.caller import caller, tenant_of
 from scheduler_service.frontend.http.body import Part, check_simple, parse, parse_names, parsed_bytes, read_body
 from scheduler_service.frontend.http.errors import HttpError, invalid
-from scheduler_service.frontend.http.limits import MAX_SOUND_FORM_BYTES, Held
+from scheduler_service.frontend.http.limits import MAX_EMBEDS_BYTES, MAX_SOUND_FORM_BYTES, Held
 from scheduler_service.frontend.http.resuming.event_ids import FIRST, HEADER, EventIds
 from scheduler_service.frontend.http.resuming.event_stream import EventStream
 from scheduler_service.frontend.http.service import Metadata, Service
@@ -54,8 +54,8 @@ class Call:
 
     @property
     def most_embeds_bytes(self) -> int:
-        """Largest size of prompt_embeds in base64."""
-        return self.service.link.request_limits().num_opaque_bytes * 4 // 3
+        """Largest size of prompt_embeds in base64. Parsing a body of this size takes 8 ms."""
+        return min(MAX_EMBEDS_BYTES, self.service.link.request_limits().num_opaque_bytes) * 4 // 3
 
     async def fields(self, kind: type[AnyFields], *, takes_embeds: bool = False) -> AnyFields:
         """Read and validate the JSON body. The body's memory stays reserved until the call ends. Raises HttpError.
@@ -63,9 +63,8 @@ class Call:
         `takes_embeds`: the body may also have prompt_embeds in base64, if requests may have them.
         """
         body = await self._read(self.most_bytes + (self.most_embeds_bytes if takes_embeds else 0))
-        if len(body) > self.most_bytes:
-            check_simple(body, self.most_bytes)
-        self.held.take(parsed_bytes(body))
+        is_large = len(body) > self.most_bytes
+        self.held.take(await check_simple(body, self.most_bytes) if is_large else parsed_bytes(body))
         hashed = blake2b()
         for start in range(0, len(body), HASHED_AT_ONCE):
             hashed.update(body[start : start + HASHED_AT_ONCE])

@@ -17,7 +17,7 @@ from decode_scripts import ROOM, SAMPLING, add_adapter, generate, generate_with_
 from fake_decode_graphs import FakeGraphs, WithoutPadding, with_fake_graphs
 from stepped_worker import DEVICE, PROMPT, SteppedWorker, load_runner, make_nan
 from torch import Tensor
-from worker_helpers import LIMITS, new_sequence, state, tokens
+from worker_helpers import LIMITS, embeddings_item, new_sequence, state, tokens
 
 from worker_service.execution.cache import shared_prefixes
 from worker_service.execution.drafting import proposer_loaders
@@ -52,6 +52,21 @@ def test_graphs_say_what_single_launches_say(tiny_checkpoint: Path, load: Load) 
     found = generate(SteppedWorker(load(tiny_checkpoint)))
     assert found == expected
     assert len({token for step in found for token in step}) > 20
+
+
+def test_embeddings_in_place_of_tokens_are_launched_one_by_one(tiny_checkpoint: Path) -> None:
+    """Graphs read token ids alone. They go on behind the embeddings."""
+    prompt, item = [0, 0, 0, 5], embeddings_item(torch.randn(3, 48), 0)
+    runner, record = eager(tiny_checkpoint), FakeGraphs()
+    found = []
+    for one in (runner, with_fake_graphs(runner, LIMITS, record=record)):
+        worker, record.replayed[:] = SteppedWorker(one), []
+        new = (new_sequence(1, prompt, range(4), items=(item,)),)
+        found.append([*worker.step((1, 4, True), new_sequences=new).token_ids])
+        assert not record.replayed
+        found[-1] += worker.generate(1, 5)
+    assert found[0] == found[1]
+    assert len(record.replayed) == 5
 
 
 def test_graphs_apply_the_adapters_that_are_in_the_slots_when_they_are_replayed(

@@ -18,6 +18,7 @@ from kernels.sampling.noise import gumbel_noise, row_keys
 from worker_service.execution.sampling import sampler
 from worker_service.execution.sampling.logit_edits import edit_logits
 from worker_service.session.session import SequenceState
+from worker_service.session.step import PromptItem
 
 VOCABULARY = 40
 
@@ -254,6 +255,16 @@ def test_triton_chooses_the_tokens_that_eager_torch_chooses(monkeypatch: pytest.
     backend = importlib.import_module("kernels.triton.sampling")
     monkeypatch.setattr(sampler, "sampling_ops_for", lambda device: backend)
     assert sample(logits, batch) == expected
+
+
+def test_embeddings_of_a_prompt_are_no_tokens_for_penalties_and_bad_words() -> None:
+    params = {"repetition_penalty": 2.0, "bad_words": ((0, 7), (5, 8))}
+    logits = torch.ones(2, VOCABULARY)
+    plain, embedded = state([6, 5, 0], **params), state([6, 5, 0], **params)
+    embedded.items = (PromptItem(b"", 2, 3),)
+    edit_logits(logits, [plain, embedded])
+    assert [plain.token_ids[2], embedded.token_ids[2]] == [0, 0]
+    assert logits[:, [0, 5, 6, 7, 8]].tolist() == [[0.5, 0.5, 0.5, -math.inf, 1], [1, 0.5, 0.5, 1, 1]]
 
 
 EDITING = {"repetition_penalty": 2.0}

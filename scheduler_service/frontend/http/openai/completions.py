@@ -1,6 +1,7 @@
 """OpenAI's /v1/completions: one prompt or several, as texts or token ids, with log-probabilities and `echo`."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -11,6 +12,7 @@ from aiohttp import web
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.calls.errors import RequestError
+from pagewire_common.prompt_embeds import read_embeddings_header
 from scheduler_service.frontend.checking.prompt import decode_tokens, encode_prompt
 from scheduler_service.frontend.http.call import Call
 from scheduler_service.frontend.http.errors import invalid
@@ -143,7 +145,7 @@ class _Completions:
             truncate_prompt_tokens=None if from_start else kept,
             lora_name=call.adapter(fields.model, self._model),
         )
-        text = ""
+        text, num_embeddings = "", 0
         if isinstance(given, str):
             asked.text = text = given
             counts = fields.stream_options is not None and fields.stream_options.in_events
@@ -153,6 +155,8 @@ class _Completions:
                 asked.token_ids.ids.extend((await encode_prompt(tokenized, self._model)).token_ids)
         elif isinstance(given, bytes):
             asked.parts.parts.add(prompt_embeds=given)
+            with contextlib.suppress(ValueError):  # refused with the request
+                num_embeddings = read_embeddings_header(given).num_embeddings
         else:
             asked.token_ids.ids.extend(given)
             if fields.echo:
@@ -163,7 +167,7 @@ class _Completions:
             del asked.token_ids.ids[kept:]
         self._events.prepare(asked)
         choices = [_Choice() for _ in range(self._num_choices)]
-        return _Prompt(asked, text, choices, num_tokens=len(_prompt_ids(asked)))
+        return _Prompt(asked, text, choices, num_tokens=num_embeddings or len(_prompt_ids(asked)))
 
     async def _follow_all(self, take: Callable[[int, pb.GenerateResponse], Awaitable[None]]) -> None:
         """Read the streams of all prompts of the call. Raises the RequestError of the first prompt that is refused.
