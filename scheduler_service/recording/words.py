@@ -76,6 +76,13 @@ PARTS: dict[str, Callable[[wire.SchedulerOutput], list[str]]] = {
     "adapters of new sequences": lambda step: [
         f"{new.sequence_id}: {new.adapter_id}" for new in step.new_sequences if new.adapter_id
     ],
+    "items of new sequences": lambda step: [
+        f"{new.sequence_id}: {item.digest.hex()[:8]} in place of {item.num_embeddings} tokens from {item.start}, "
+        f"{item.num_bytes} bytes sent"
+        for new in step.new_sequences
+        for item in new.items
+    ],
+    "drops items": lambda step: [digest.hex()[:8] for digest in step.dropped_items],
     "sampling of new sequences": lambda step: [
         f"{new.sequence_id}: {str(new.sampling).replace(chr(10), ' ')}" for new in step.new_sequences
     ],

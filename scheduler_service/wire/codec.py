@@ -116,9 +116,11 @@ def _fill_new_sequence(message: pb.NewSequence, new: NewSequence) -> None:
     message.index = sequence.index
     if sequence.sampling.form:
         message.form_owner = hashlib.blake2b(sequence.group.tenant.encode(), digest_size=8).digest()
+    to_send = set(new.items_sent)
     for item in sequence.group.items:
-        data = item.data if item.digest in new.items_sent else b""
-        message.items.add(digest=item.digest, start=item.start, num_embeddings=item.num_embeddings, data=data)
+        sent = item if item.digest in to_send else item._replace(data=b"", num_bytes=0)
+        to_send.discard(item.digest)  # equal items of a prompt are sent once
+        message.items.add(**sent._asdict())
     if sequence.group.encoder is not None:
         message.encoder_sequence_id = sequence.group.encoder.id
 

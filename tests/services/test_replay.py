@@ -469,12 +469,20 @@ async def test_a_killed_service_leaves_a_recording_that_can_be_replayed(
     assert report["steps"] > 50
 
 
+SENT = wire.PromptItem(digest=b"d", num_bytes=9)
+
+
 @pytest.mark.parametrize(
     ("recorded", "replayed", "part"),
     [
         (wire.Fork(token_ids=[1]), wire.Fork(token_ids=[2]), "forks"),
         (wire.Fork(index=1), wire.Fork(index=2), "forks"),
         (wire.NewSequence(adapter_id="a"), wire.NewSequence(adapter_id="b"), "adapters of new sequences"),
+        (
+            wire.NewSequence(items=[SENT]),
+            wire.NewSequence(items=[wire.PromptItem(digest=b"d")]),
+            "items of new sequences",
+        ),
     ],
 )
 def test_a_difference_in_any_field_has_words(

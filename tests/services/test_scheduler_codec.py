@@ -7,6 +7,7 @@ from pagewire.v1 import scheduler_output_pb2 as pb
 from scheduler_service.core import (
     ModelOutput,
     PhaseRule,
+    PromptItem,
     SamplingParams,
     ScheduledSequence,
     Scheduler,
@@ -63,6 +64,24 @@ def test_entries_behind_a_sliding_window_and_adapters_are_written() -> None:
     message = encode_scheduler_output(SchedulerOutput(step_id=1, new_sequences=[new]), epoch=1)
     assert list(message.new_sequences[0].block_ids) == [0, 4]
     assert (message.new_sequences[0].adapter_id, message.new_sequences[0].num_computed_tokens) == ("poet", 2)
+
+
+def test_an_item_that_the_worker_lacks_is_sent_once_although_it_is_in_two_places() -> None:
+    items = (
+        PromptItem(b"a", 0, 1, 4, b"data"),
+        PromptItem(b"b", 1, 1, 5, b"known"),
+        PromptItem(b"a", 2, 1, 4, b"data"),
+    )
+    group = SequenceGroup("r", [0, 0, 0, 5], SamplingParams(max_tokens=1), items=items)
+    new = NewSequence(group.sequences[0], [1], 0, items_sent=frozenset({b"a"}))
+    output = SchedulerOutput(step_id=1, new_sequences=[new], dropped_items=[b"c"])
+    message = encode_scheduler_output(output, epoch=1)
+    assert [(item.start, item.data, item.num_bytes) for item in message.new_sequences[0].items] == [
+        (0, b"data", 4),
+        (1, b"", 0),
+        (2, b"", 0),
+    ]
+    assert message.dropped_items == [b"c"]
 
 
 def test_room_for_guesses_goes_out_and_what_became_of_it_comes_back() -> None:
