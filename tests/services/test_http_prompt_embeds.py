@@ -61,12 +61,11 @@ async def test_embeddings_of_tokens_give_the_text_of_the_tokens(url: str, encode
     assert (choice["text"], choice["prompt_token_ids"], len(choice["token_ids"])) == (text, None, 8)
 
 
-async def refusal(url: str, **body: Any) -> tuple[int, str]:
+async def refusal(url: str, route: str = "completions", **body: Any) -> tuple[int, str]:
+    data = io.BytesIO(json.dumps(body).encode())
     async with (
         aiohttp.ClientSession() as session,
-        session.post(
-            f"{url}/v1/completions", data=io.BytesIO(json.dumps(FIELDS | body).encode()), headers=JSON
-        ) as answer,
+        session.post(f"{url}/v1/{route}", data=data, headers=JSON) as answer,
     ):
         return answer.status, (await answer.json())["error"]["message"]
 
@@ -89,6 +88,12 @@ async def test_what_cannot_be_is_refused(url: str, encoded: str) -> None:
         status, message = await refusal(url, **body)
         assert status == 400
         assert reason in message
+
+
+async def test_other_routes_have_no_such_field(url: str, encoded: str) -> None:
+    chat, text = {"messages": [{"role": "user", "content": "a"}]}, {"input": "a"}
+    for route, body in (("chat/completions", chat), ("responses", text), ("embeddings", text)):
+        assert await refusal(url, route, **body, prompt_embeds=encoded) == (400, "prompt_embeds is not supported here")
 
 
 async def test_a_body_may_be_large_with_embeddings_alone(url: str) -> None:
