@@ -117,6 +117,7 @@ class Ops(Protocol):
         bias: Tensor | None = None,
         causal: bool = True,
         sinks: Tensor | None = None,
+        chunked: bool = False,
     ) -> Tensor: ...
 
     def shared_tokens(self, groups: int, head_dim: int, dtype: torch.dtype) -> int: ...

@@ -91,13 +91,15 @@ def paged_attention(
     bias: Tensor | None = None,
     causal: bool = True,
     sinks: Tensor | None = None,
+    chunked: bool = False,
 ) -> Tensor:
     """`softmax(q kᵀ * scale) v`: query tokens attend to their sequence up to themselves (Kwon et al., 2023).
 
     query: [num_tokens, num_heads, head_dim], any stride between tokens; the result is contiguous. layer_cache: see
     `store_kv`; keys and values of the query tokens are stored already. Consecutive query heads share a key head.
-    window: tokens that a token attends to, including itself. soft_cap: scores become `soft_cap * tanh(score /
-    soft_cap)` (Gemma Team, 2024). Slots outside a sequence have no effect, even with NaN. Blocks before all windows may
+    window: tokens that a token attends to, including itself. chunked: a token attends to its own chunk of `window`
+    tokens instead, up to itself (Llama 4; Meta, 2025). soft_cap: scores become `soft_cap * tanh(score / soft_cap)`
+    (Gemma Team, 2024). Slots outside a sequence have no effect, even with NaN. Blocks before all windows may
     be others'.
 
     bias: relative position bias (Raffel et al., 2020) on scaled scores, [num_heads, num_distances] float32, contiguous.
@@ -109,14 +111,18 @@ def paged_attention(
 
     `check_attention_options` checks combinations.
     """
-    check_attention_options(query, window, soft_cap, bias, causal, sinks)
+    check_attention_options(query, window, soft_cap, bias, causal, sinks, chunked)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     starts, block_size = metadata.query_start.tolist(), layer_cache.shape[2]
     groups = query.shape[1] // layer_cache.shape[3]
     for row, context_len in enumerate(metadata.context_lens.tolist()):
         start, stop = starts[row], starts[row + 1]
         computed = context_len - (stop - start)
-        first_block = 0 if window is None else max(0, computed - window + 1) // block_size
+        tokens = torch.arange(computed, context_len, device=query.device)[:, None]
+        first_keys = tokens * 0
+        if window is not None:
+            first_keys = tokens - tokens % window if chunked else (tokens - window + 1).clamp(min=0)
+        first_block = int(first_keys[0]) // block_size if len(tokens) else 0
         blocks = layer_cache[metadata.block_tables[row, first_block : -(-context_len // block_size)].long()]
         if is_narrow(blocks.dtype):
             blocks = widened(blocks, query.dtype)
@@ -126,10 +132,10 @@ def paged_attention(
             for part in (0, -1)
         )
         if causal:
-            distance = torch.arange(computed, context_len, device=query.device)[:, None] - positions
+            distance = tokens - positions
         else:
             distance = torch.zeros((stop - start, context_len), dtype=torch.int64, device=query.device)
-        visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        visible = (distance >= 0) & (positions >= first_keys)
         added = None if bias is None else bias[:, distance.clamp(0, bias.shape[1] - 1)]
         output[start:stop] = _attend(
             query[start:stop].transpose(0, 1), keys, values, visible, scale, soft_cap, added, sinks

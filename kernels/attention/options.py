@@ -11,9 +11,12 @@ def check_attention_options(
     bias: Tensor | None,
     causal: bool,
     sinks: Tensor | None = None,
+    chunked: bool = False,
 ) -> None:
     """Raise ValueError for options that exclude each other, or a bias or sinks of wrong shape or type. Soft cap and
     bias exclude each other: no network defines which applies first."""
+    if chunked and window is None:
+        raise ValueError("chunked attention needs the size of a chunk (window)")
     if sinks is not None:
         fits = sinks.shape == query.shape[1:2] and sinks.dtype is torch.float32 and sinks.is_contiguous()
         if not (fits and sinks.device == query.device):

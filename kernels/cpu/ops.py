@@ -59,8 +59,9 @@ def paged_attention(
     bias: Tensor | None = None,
     causal: bool = True,
     sinks: Tensor | None = None,
+    chunked: bool = False,
 ) -> Tensor:
-    check_attention_options(query, window, soft_cap, bias, causal, sinks)
+    check_attention_options(query, window, soft_cap, bias, causal, sinks, chunked)
     output: Tensor = _library.paged_attention(
         query,
         layer_cache,
@@ -73,6 +74,7 @@ def paged_attention(
         bias,
         causal,
         sinks,
+        chunked,
     )
     return output
 

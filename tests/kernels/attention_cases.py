@@ -32,8 +32,9 @@ class Case:
         bias: Tensor | None = None,
         causal: bool = True,
         sinks: Tensor | None = None,
+        chunked: bool = False,
     ) -> Tensor:
-        options = (window, soft_cap, bias, causal, sinks)
+        options = (window, soft_cap, bias, causal, sinks, chunked)
         return self.attend(self.query, self.layer_cache, self.metadata, self.scale, *options)
 
     def check(
@@ -43,8 +44,9 @@ class Case:
         bias: Tensor | None = None,
         causal: bool = True,
         sinks: Tensor | None = None,
+        chunked: bool = False,
     ) -> None:
-        found = self.run(window, soft_cap, bias, causal, sinks)
+        found = self.run(window, soft_cap, bias, causal, sinks, chunked)
         assert found.shape == self.query.shape
         assert found.dtype is self.query.dtype
         assert found.is_contiguous()
@@ -57,7 +59,7 @@ class Case:
         )
         query, layer_cache = self.query.to(cpu, torch.float32), self.layer_cache.to(cpu, torch.float32)
         bias, sinks = (None if option is None else option.to(cpu) for option in (bias, sinks))
-        options = (window, soft_cap, bias, causal, sinks)
+        options = (window, soft_cap, bias, causal, sinks, chunked)
         expected = reference.paged_attention(query, layer_cache, metadata, self.scale, *options)
         torch.testing.assert_close(found.to(cpu, torch.float32), expected, atol=self.tolerance, rtol=self.tolerance)
 

@@ -107,6 +107,7 @@ def launches(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
         "heads of 80, a window, a soft cap, sinks",
         lambda: attention(9, 8000, groups=7, head_dim=80, window=9, soft_cap=5.0, sinks=sinks),
     )
+    yield "chunks of 9 tokens", lambda: attention(9, 8000, window=9, chunked=True)
     floats = empty(5, 32, dtype=torch.float32)
     ids = empty(5, dtype=torch.int64)
     yield "rms_norm", lambda: ops.rms_norm(empty(5, 4096), empty(4096), 1e-5)

@@ -31,8 +31,10 @@ def attention_case(
     block_size: int,
     dtype: torch.dtype,
     window: int | None = None,
+    *,
+    chunked: bool = False,
 ) -> tuple[Tensor, Tensor, AttentionMetadata]:
-    """Queries, a cache that is NaN wherever no sequence's window reaches, and the metadata.
+    """Queries, a cache that is NaN wherever no sequence's window or chunk reaches, and the metadata.
 
     lens: (query tokens, context) of each sequence; heads: query heads, key heads, head size.
     """
@@ -45,6 +47,7 @@ def attention_case(
     for row, ((query_len, context), count) in enumerate(zip(lens, counts, strict=True)):
         tables[row, :count] = torch.tensor([next(shuffled) for _ in range(count)])
         first = 0 if window is None else max(0, context - query_len - window + 1)
+        first = (context - query_len) // (window or 1) * (window or 1) if chunked else first
         positions = torch.arange(first, context)
         slots = tables[row, positions // block_size], positions % block_size
         found = torch.randn(len(positions), 2, num_kv_heads, head_dim, generator=generator)
@@ -65,6 +68,7 @@ def reference_attention(
     bias: Tensor | None = None,
     causal: bool = True,
     sinks: Tensor | None = None,
+    chunked: bool = False,
 ) -> Tensor:
     """In float32, with zeros where nothing may be read."""
     tables = metadata.block_tables.clamp(0, len(cache) - 1)
@@ -72,7 +76,7 @@ def reference_attention(
         metadata.query_start, metadata.context_lens, tables, metadata.max_query_len, metadata.max_context_len
     )
     zeroed = cache.float().nan_to_num(0)
-    return reference.paged_attention(query.float(), zeroed, safe, 0.3, window, soft_cap, bias, causal, sinks)
+    return reference.paged_attention(query.float(), zeroed, safe, 0.3, window, soft_cap, bias, causal, sinks, chunked)
 
 
 @contextmanager
@@ -218,8 +222,14 @@ def test_neither_neighbours_nor_threads_change_a_bit(
 @stored_both_ways
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("window", "soft_cap", "sinks"),
-    [(None, None, None), (None, 2.0, None), (70, None, None), (700, None, torch.linspace(-2, 6, 6))],
+    ("window", "soft_cap", "sinks", "chunked"),
+    [
+        (None, None, None, False),
+        (None, 2.0, None, False),
+        (70, None, None, False),
+        (700, None, torch.linspace(-2, 6, 6), False),
+        (700, None, None, True),
+    ],
 )
 def test_the_tokens_that_are_computed_with_one_do_not_change_a_bit_of_it(
     kernels: ModuleType,
@@ -227,25 +237,36 @@ def test_the_tokens_that_are_computed_with_one_do_not_change_a_bit_of_it(
     window: int | None,
     soft_cap: float | None,
     sinks: Tensor | None,
+    chunked: bool,
     store: Callable[[Tensor], Tensor],
 ) -> None:
     """One by one, as decodes; in chunks of any size, as prompts and as guesses; across ends of tiles and parts."""
     length = 1300
     query, cache, metadata = attention_case([(length, length)], (6, 2, 64), 16, dtype, window)
     cache = store(cache)
-    options = (window, soft_cap, None, True, sinks)
+    options = (window, soft_cap, None, True, sinks, chunked)
     whole = kernels.paged_attention(query, cache, metadata, 0.3, *options)
     for size in (1, 2, 5, 9, 64, 500):
         for start in (0, 500, 505, 1020, 1270):
             stop = min(start + size, length)
             tables = metadata.block_tables.clone()
             if window is not None:
-                tables[0, : max(0, start - window + 1) // 16] = -1  # given back: must not be looked at
+                first = start // window * window if chunked else max(0, start - window + 1)
+                tables[0, : first // 16] = -1  # given back: must not be looked at
             chunk = AttentionMetadata.build([stop - start], [stop], tables, CPU)
             for count in (1, 3):  # with several, a few tokens of one sequence are split over their keys
                 with threads(count):
                     found = kernels.paged_attention(query[start:stop], cache, chunk, 0.3, *options)
                 assert torch.equal(found, whole[start:stop])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [7, 70, 512])
+def test_tokens_attend_to_their_own_chunk(kernels: ModuleType, dtype: torch.dtype, size: int) -> None:
+    lens = [(1, 1), (1, 65), (40, 100), (3, 142), (1, 1030), (90, 600)]
+    query, cache, metadata = attention_case(lens, (6, 2, 64), 16, dtype, size, chunked=True)
+    found = kernels.paged_attention(query, cache, metadata, 0.3, size, chunked=True)
+    close(found, reference_attention(query, cache, metadata, size, None, chunked=True), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

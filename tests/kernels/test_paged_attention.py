@@ -34,13 +34,14 @@ class Case:
         bias: Tensor | None = None,
         causal: bool = True,
         sinks: Tensor | None = None,
+        chunked: bool = False,
     ) -> Tensor:
         """Attend with only some of the sequences in the step."""
         query_lens, context_lens = self.query_lens[rows], self.context_lens[rows]
         first = sum(self.query_lens[: rows.start or 0])
         metadata = AttentionMetadata.build(query_lens, context_lens, self.block_tables[rows], torch.device("cpu"))
         query = self.query[first : first + sum(query_lens)]
-        return paged_attention(query, self.layer_cache, metadata, 0.3, window, None, bias, causal, sinks)
+        return paged_attention(query, self.layer_cache, metadata, 0.3, window, None, bias, causal, sinks, chunked)
 
 
 def make_case(
@@ -75,6 +76,7 @@ def dense(
     bias: Tensor | None = None,
     causal: bool = True,
     sinks: Tensor | None = None,
+    chunked: bool = False,
 ) -> Tensor:
     """The obvious way: one query token and one head at a time."""
     output = torch.empty_like(case.query, dtype=torch.float64)
@@ -86,6 +88,7 @@ def dense(
         for position in range(context_len - query_len, context_len):
             for head in range(case.query.shape[1]):
                 first = 0 if window is None else max(0, position - window + 1)
+                first = max(range(0, position + 1, window or 1)) if chunked else first
                 visible = slice(first, position + 1) if causal else slice(context_len)
                 scores = key[visible, head // groups].double() @ case.query[row, head].double() * 0.3
                 if bias is not None:
@@ -141,6 +144,13 @@ def test_a_sink_is_the_score_of_a_key_whose_value_is_zero(window: int | None) ->
     )
 
 
+@pytest.mark.parametrize("size", [1, 4, 6, 50])
+def test_tokens_attend_to_their_own_chunk(size: int) -> None:
+    case = make_case([(1, 40), (1, 35), (9, 9), (12, 0), (6, 48)], 4, 2, 2, 10)
+    found = case.run(window=size, chunked=True)
+    torch.testing.assert_close(found, dense(case, size, chunked=True), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_queries_that_see_a_whole_context_may_be_more_than_its_tokens(block_size: int) -> None:
     case = make_case([(1, 40), (9, -6), (3, 0), (5, 20)], block_size, num_kv_heads=2, groups=2, head_dim=5)
@@ -149,6 +159,7 @@ def test_queries_that_see_a_whole_context_may_be_more_than_its_tokens(block_size
 
 @pytest.mark.parametrize(("options", "sentence"), [
     ({"causal": False, "window": 3}, "neither a window nor a bias"),
+    ({"chunked": True}, "needs the size of a chunk"),
     ({"causal": False, "bias": torch.zeros(4, 1)}, "neither a window nor a bias"),
     ({"soft_cap": 1.0, "bias": torch.zeros(4, 1)}, "a bias or a soft cap, not both"),
     *(({"bias": bias}, r"must be contiguous float32 of \(4 heads, at least one distance\) on cpu") for bias in (

@@ -44,6 +44,12 @@ def test_a_window_ends_anywhere(window: int) -> None:
     make_case([(1, 700), (1, 3)], kv_heads=1).check(window)
 
 
+@pytest.mark.parametrize("size", [1, 48, 64])
+def test_a_chunk_begins_anywhere(size: int) -> None:
+    make_case([(70, 3), (5, 94), (1, 64), (1, 200)], kv_heads=1).check(size, chunked=True)
+    make_case([(1, 700), (1, 3)], kv_heads=1).check(size, chunked=True)
+
+
 def test_what_left_the_window_may_be_anything() -> None:
     """Its blocks may belong to another sequence by now."""
     case = make_case([(1, 299), (1, 150)])

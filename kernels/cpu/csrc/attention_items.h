@@ -112,7 +112,7 @@ Work cut_into_items(const Attention<T>& a) {
       const int64_t tokens = std::min(tokens_an_item, queries - token);
       // Not causal: all tokens get the position of the last key, and so see all keys.
       const int64_t position = a.causal ? computed + token : a.context_lens[sequence] - 1;
-      const int64_t begin = a.window > 0 ? std::max<int64_t>(0, position - a.window + 1) : 0;
+      const int64_t begin = a.first_key(position);
       const int64_t end = a.causal ? position + tokens : a.context_lens[sequence];
       const bool is_few = queries == 1 || (is_little && queries <= tokens_an_item);
       const bool split = is_few && begin / kPartKeys < (end - 1) / kPartKeys;

@@ -27,6 +27,13 @@ struct Attention {
   int64_t num_distances;
   bool causal;
   const float* sinks;  // [num_heads], or null
+  bool chunked;        // tokens attend to their own chunk of `window` tokens
+
+  // The first key that the token at a position attends to.
+  int64_t first_key(int64_t position) const {
+    if (window == 0) return 0;
+    return chunked ? position / window * window : std::max<int64_t>(0, position - window + 1);
+  }
 };
 
 // A tile's keys and values. Before the item's first key and after its last, they point to zeros, so that engines need

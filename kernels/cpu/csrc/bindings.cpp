@@ -261,7 +261,7 @@ struct Metadata {
 Tensor attend(
     const Tensor& query, const Tensor& cache, const Metadata& metadata, double scale, int64_t window, double soft_cap,
     const std::optional<Tensor>& bias = std::nullopt, bool causal = true,
-    const std::optional<Tensor>& sinks = std::nullopt) {
+    const std::optional<Tensor>& sinks = std::nullopt, bool chunked = false) {
   for (const auto* tensor : {&metadata.query_start, &metadata.context_lens, &metadata.block_tables}) {
     check_contiguous(*tensor, "metadata");
     TORCH_CHECK(tensor->scalar_type() == at::kInt, "metadata must be int32");
@@ -297,7 +297,7 @@ Tensor attend(
         metadata.block_tables.size(1), sequences, query.size(1), cache.size(3), query.size(2), cache.size(2),
         static_cast<float>(scale), static_cast<float>(soft_cap), window,
         bias.has_value() ? bias->template const_data_ptr<float>() : nullptr, bias.has_value() ? bias->size(1) : 0,
-        causal, sinks.has_value() ? sinks->template const_data_ptr<float>() : nullptr};
+        causal, sinks.has_value() ? sinks->template const_data_ptr<float>() : nullptr, chunked};
 #if defined(__AVX512BF16__)
     if constexpr (std::is_same_v<T, at::BFloat16>) {
 #if defined(__AVX512VNNI__)
@@ -314,10 +314,12 @@ Tensor attend(
 Tensor paged_attention_op(
     const Tensor& query, const Tensor& cache, const Tensor& query_start, const Tensor& context_lens,
     const Tensor& block_tables, double scale, int64_t window, double soft_cap, const std::optional<Tensor>& bias,
-    bool causal, const std::optional<Tensor>& sinks) {
+    bool causal, const std::optional<Tensor>& sinks, bool chunked) {
   check_heads(query, "query");
   check_layer_cache(cache, query);
-  return attend(query, cache, {query_start, context_lens, block_tables}, scale, window, soft_cap, bias, causal, sinks)
+  return attend(
+             query, cache, {query_start, context_lens, block_tables}, scale, window, soft_cap, bias, causal, sinks,
+             chunked)
       .view(query.sizes());
 }
 

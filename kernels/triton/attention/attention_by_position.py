@@ -24,6 +24,7 @@ from kernels.inputs import PART_KEYS, AttentionMetadata
 from kernels.triton.attention.attention_tiles import (
     attend_tile,
     columns_of,
+    first_key,
     num_processors,
     sequence_of_tile,
     tile_keys_of,
@@ -50,8 +51,9 @@ def attention_by_position(
     bias: Tensor | None = None,
     causal: bool = True,
     sinks: Tensor | None = None,
+    chunked: bool = False,
 ) -> Tensor:
-    check_attention_options(query, window, soft_cap, bias, causal, sinks)
+    check_attention_options(query, window, soft_cap, bias, causal, sinks, chunked)
     num_tokens, num_heads, head_dim = query.shape
     num_sequences, num_kv_heads = len(metadata.context_lens), layer_cache.shape[3]
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -107,6 +109,7 @@ def attention_by_position(
             head_dim=head_dim,
             block_size=layer_cache.shape[2],
             window=window or 0,
+            chunked=chunked,
             soft_cap=soft_cap or 0.0,
             biased=bias is not None,
             has_sinks=sinks is not None,
@@ -176,6 +179,7 @@ def _attention_by_position_kernel(
     head_dim: tl.constexpr,
     block_size: tl.constexpr,
     window: tl.constexpr,
+    chunked: tl.constexpr,
     soft_cap: tl.constexpr,
     biased: tl.constexpr,
     has_sinks: tl.constexpr,
@@ -224,7 +228,7 @@ def _attention_by_position_kernel(
             first_position = context_len - (tl.load(query_start + sequence + 1) - first_row) + first_token
         token = first_row + first_token + member
         position = first_position + member
-        low = tl.maximum(first_position - window + 1, 0) if window > 0 else tl.full([], 0, tl.int32)
+        low = first_key(first_position, window, chunked) if window > 0 else tl.full([], 0, tl.int32)
         high = tl.minimum(first_position + tile_tokens, context_len)
         first_part = low // part_keys
         last_part = tl.cdiv(tl.where(num_members > 0, high, 0), part_keys)
@@ -258,7 +262,8 @@ def _attention_by_position_kernel(
             part_largest, part_total, part_weighted = attend_tile(
                 queries, part_largest, part_total, part_weighted, position, index * tile_keys, low, high, head_cache,
                 table, head_bias, num_distances, block_stride, part_stride, scale, True,
-                num_kv_heads, head_dim, 0, block_size, window, soft_cap, biased, tile_keys, head_columns,
+                num_kv_heads, head_dim, 0, block_size, window, chunked, soft_cap, biased, tile_keys,
+            head_columns,
             )  # fmt: skip
         left = place * room + part - first_place
         if apart != 0:

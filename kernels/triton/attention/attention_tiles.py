@@ -56,6 +56,14 @@ def sequence_of_tile(tile, query_start, num_sequences, tile_tokens: tl.constexpr
 
 
 @triton.jit
+def first_key(position, window: tl.constexpr, chunked: tl.constexpr):
+    """The first key that the token at `position` attends to."""
+    if chunked:
+        return position // window * window
+    return tl.maximum(position - window + 1, 0)
+
+
+@triton.jit
 def attend_tile(
     queries,
     largest,
@@ -78,6 +86,7 @@ def attend_tile(
     scale_bytes: tl.constexpr,
     block_size: tl.constexpr,
     window: tl.constexpr,
+    chunked: tl.constexpr,
     soft_cap: tl.constexpr,
     biased: tl.constexpr,
     tile_keys: tl.constexpr,
@@ -125,7 +134,7 @@ def attend_tile(
     if masked:
         visible = exists[None, :] & (key[None, :] <= position[:, None])
         if window > 0:
-            visible &= position[:, None] - key[None, :] < window
+            visible &= key[None, :] >= first_key(position, window, chunked)[:, None]
         scores = tl.where(visible, scores, float("-inf"))
 
     # The positive `factor` scales the maximum, so that each score needs a single fused instruction.

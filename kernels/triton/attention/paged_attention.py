@@ -28,6 +28,7 @@ from kernels.triton.attention.attention_tiles import (
     HOPPER_SHARED_MEMORY,
     attend_tile,
     columns_of,
+    first_key,
     num_processors,
     sequence_of_tile,
     shared_memory,
@@ -51,11 +52,12 @@ def paged_attention(
     bias: Tensor | None = None,
     causal: bool = True,
     sinks: Tensor | None = None,
+    chunked: bool = False,
 ) -> Tensor:
     """Every row of `query` must belong to a sequence."""
     if metadata.shared is not None and window is None and bias is None and causal:
         return attention_by_position(query, layer_cache, metadata, scale, soft_cap=soft_cap, sinks=sinks)
-    check_attention_options(query, window, soft_cap, bias, causal, sinks)
+    check_attention_options(query, window, soft_cap, bias, causal, sinks, chunked)
     num_tokens, num_heads, head_dim = query.shape
     num_sequences, num_kv_heads = len(metadata.context_lens), layer_cache.shape[3]
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -103,6 +105,7 @@ def paged_attention(
             scale_bytes=scale_bytes_of(layer_cache),
             block_size=layer_cache.shape[2],
             window=window or 0,
+            chunked=chunked,
             soft_cap=soft_cap or 0.0,
             biased=bias is not None,
             has_sinks=sinks is not None,
@@ -184,6 +187,7 @@ def _paged_attention_kernel(
     scale_bytes: tl.constexpr,
     block_size: tl.constexpr,
     window: tl.constexpr,
+    chunked: tl.constexpr,
     soft_cap: tl.constexpr,
     biased: tl.constexpr,
     has_sinks: tl.constexpr,
@@ -228,7 +232,7 @@ def _paged_attention_kernel(
     position = first_position + row // groups
     head_bias = bias + head * num_distances
 
-    low = tl.maximum(first_position - window + 1, 0) if window > 0 else 0
+    low = first_key(first_position, window, chunked) if window > 0 else 0
     high = tl.minimum(first_position + tile_tokens, context_len)
     first_tile = low // tile_keys
     share = tl.cdiv(tl.cdiv(high, tile_keys) - first_tile, num_splits)
@@ -251,13 +255,15 @@ def _paged_attention_kernel(
         largest, total, weighted = attend_tile(
             queries, largest, total, weighted, position, index * tile_keys, low, high, head_cache, table, head_bias,
             num_distances, block_stride, part_stride, scale, False,
-            num_kv_heads, head_dim, scale_bytes, block_size, window, soft_cap, biased, tile_keys, head_columns,
+            num_kv_heads, head_dim, scale_bytes, block_size, window, chunked, soft_cap, biased, tile_keys,
+            head_columns,
         )  # fmt: skip
     for index in range(seen_by_all, end):
         largest, total, weighted = attend_tile(
             queries, largest, total, weighted, position, index * tile_keys, low, high, head_cache, table, head_bias,
             num_distances, block_stride, part_stride, scale, True,
-            num_kv_heads, head_dim, scale_bytes, block_size, window, soft_cap, biased, tile_keys, head_columns,
+            num_kv_heads, head_dim, scale_bytes, block_size, window, chunked, soft_cap, biased, tile_keys,
+            head_columns,
         )  # fmt: skip
 
     empty = total == 0  # a padding row, or a split after the last key tile

@@ -11,6 +11,7 @@ from stepped_worker import DEVICE, PROMPT, Oracle, SteppedWorker, load_runner
 from worker_helpers import LIMITS
 
 from pagewire.v1 import scheduler_output_pb2 as pb
+from pagewire_common.start_error import StartError
 from scheduler_service.core import (
     PreemptionMode,
     SamplingParams,
@@ -38,6 +39,27 @@ KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 MODELS: Mapping[str, dict[str, Any]] = {
     "native": {"model_type": "gemma3_text", "num_hidden_layers": 3, "layer_types": KINDS, "sliding_window": WINDOW},
     "borrowed": {"model_type": "exaone4", "num_hidden_layers": 3, "layer_types": KINDS, "sliding_window": WINDOW},
+    "heads of two sizes": {
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 1,
+        "layer_types": [*KINDS, "full_attention"],
+        "sliding_window": WINDOW,
+        "global_head_dim": 20,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 6,
+        "vocab_size_per_layer_input": 131,
+    },
+    "chunks": {
+        "model_type": "llama4_text",
+        "attention_chunk_size": WINDOW,
+        "no_rope_layers": [1, 0, 1],
+        "moe_layers": [],
+        "intermediate_size_mlp": 90,
+        "floor_scale": 5,
+        "attn_scale": 0.4,
+    },
 }
 # One layer without a window and two with one: 8 and 4 tokens of a block have the same bytes.
 GROUPED = replace(LIMITS, block_size=8, layer_groups=(LayerLimits(8, 0), LayerLimits(4, WINDOW)))
@@ -111,6 +133,7 @@ def test_outputs_of_one_prompt_share_its_blocks_in_every_group(checkpoint: Path)
     assert outputs(group) == 3 * [Oracle(checkpoint).greedy(PROMPT, 12)]
 
 
+@pytest.mark.parametrize("checkpoint", ["native", "borrowed", "chunks"], indirect=True)
 @pytest.mark.parametrize(
     ("flag", "step_tokens", "groups"),
     [(False, 16, [(8, 0), (4, WINDOW)]), (True, 16, []), (False, 7, [])],
@@ -134,6 +157,19 @@ def test_a_worker_states_its_groups_and_counts_the_blocks_that_a_sequence_needs(
     assert info.block_size == (8 if groups else 4)
     # 16 blocks of 8 tokens, and those of 4 that the window and a chunk touch; or 32 blocks of 4 tokens.
     assert info.num_device_blocks == (16 + (WINDOW + 16 - 3) // 4 + 2 if groups else 32)
+
+
+@pytest.mark.parametrize("checkpoint", ["heads of two sizes"], indirect=True)
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ({"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager: layers of .* different kinds"),
+        ({"max_num_batched_tokens": 7}, "--max-num-batched-tokens is 7; it must be at least 8"),
+    ],
+)
+def test_layers_of_different_sizes_need_groups(checkpoint: Path, flags: dict[str, Any], reason: str) -> None:
+    with pytest.raises(StartError, match=reason):
+        load_worker(WorkerSettings(model=str(checkpoint), device="cpu", block_size=4, max_model_len=128, **flags))
 
 
 def test_a_step_with_tables_of_other_groups_is_refused() -> None:

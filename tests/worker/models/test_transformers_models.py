@@ -36,9 +36,11 @@ def starcoder(make_checkpoint: Callable[..., Path]) -> Path:
         ({"model_type": "electra"}, "it is made to fill gaps in text"),
         ({"model_type": "recurrent_gemma"}, "it keeps a state other than keys and values"),
         ({"model_type": "rwkv"}, "it keeps a state other than keys and values"),
-        ({"model_type": "llama4_text"}, "it has layers of type chunked_attention"),
         ({"model_type": "cpmant"}, "its attention is computed by code of its own: a bias of the shape"),
-        ({"model_type": "gemma4_text"}, "its layers have keys of different sizes, 4 x 256 and 4 x 512"),
+        (
+            {"model_type": "gemma4_text", "per_layer_config": {"1": {"sliding_window": 9}}},
+            "gemma4_text is not supported: 'sliding_window' is a per-layer attribute and may vary across layers",
+        ),
         ({"model_type": "deepseek_v32"}, "deepseek_v32 is not supported: it has layers of type indexed_attention"),
         ({"model_type": "glm_moe_dsa"}, "glm_moe_dsa is not supported: it has layers of type indexed_attention"),
         ({"model_type": "bert-generation"}, "its tokens attend to later tokens"),
@@ -48,6 +50,17 @@ def starcoder(make_checkpoint: Callable[..., Path]) -> Path:
 def test_networks_that_cannot_run_are_refused_with_the_reason(config: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         read_config(SMALL | config)
+
+
+def test_layers_that_read_the_keys_of_others_have_no_cache_of_their_own() -> None:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "sliding_window": 9}
+    config = read_config(SMALL | sizes | {
+        "model_type": "gemma3n_text", "num_hidden_layers": 5, "layer_types": kinds, "num_kv_shared_layers": 2,
+        "intermediate_size": 32, "hidden_size_per_layer_input": 4, "laurel_rank": 2,
+        "activation_sparsity_pattern": [0.0] * 5,
+    })  # fmt: skip
+    assert (config.num_layers, config.windows, config.needs.readers) == (3, (9, None, 9), (0, 1, 2, 1, 2))
 
 
 def test_longrope_ends_where_its_frequencies_would_change() -> None:

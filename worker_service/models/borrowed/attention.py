@@ -1,8 +1,8 @@
 """Registers this project's paged attention in transformers under the name `NAME`.
 
 transformers asks `_describe_mask` for a mask once for each kind of layer, so its code decides which layers have a
-window. Layers then call `_attend`, or code that is older than this interface (`older_attention`). Both use the
-attention given to `within`. Attention other than a scaled softmax over a causal window raises ValueError.
+window or chunks. Layers then call `_attend`, or code that is older than this interface (`older_attention`). Both use
+the attention given to `within`. Attention other than a scaled softmax over a causal window or chunk raises ValueError.
 """
 
 from collections.abc import Iterator
@@ -33,6 +33,8 @@ class Softmax:
 
     scale: float
     window: int | None = None
+    chunked: bool = False
+    """Whether tokens attend to their own chunk of `window` tokens, in place of the last `window` tokens."""
     soft_cap: float | None = None
     sinks: Tensor | None = None
     slopes: Tensor | None = None
@@ -43,8 +45,9 @@ class Attention(Protocol):
     """The attention of one forward pass. Layers call `attend` in the order of the network."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
-        """query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim]; all contiguous.
-        Returns the shape of query."""
+        """query: [num_heads, num_tokens, head_dim]; key: [num_kv_heads, num_tokens, head_dim]; value: [num_kv_heads,
+        num_tokens, value_dim]; any strides. A layer that has no keys and values of its own gives the tensors of an
+        earlier layer. Returns [num_tokens, num_heads, value_dim]."""
 
 
 _attention: ContextVar[Attention] = ContextVar("attention")
@@ -61,31 +64,37 @@ def within(attention: Attention) -> Iterator[None]:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
-    """The result of the attention given to `within`. query: [num_heads, num_tokens, head_dim]; key: [num_kv_heads,
-    num_tokens, head_dim]; value: [num_kv_heads, num_tokens, value_dim]. Zeros fill up the smaller of head_dim and
-    value_dim. Returns [num_tokens, num_heads, value_dim]."""
-    width = max(key.shape[-1], value.shape[-1])
-    attended = _attention.get().attend(_rows(query, width), _rows(key, width), _rows(value, width), softmax)
-    return attended[..., : value.shape[-1]]
+    """The result of the attention given to `within`. See `Attention.attend`."""
+    return _attention.get().attend(query, key, value, softmax)
 
 
-def _rows(part: Tensor, width: int) -> Tensor:
-    rows = part.transpose(0, 1)
-    return (rows if rows.shape[-1] == width else functional.pad(rows, (0, width - rows.shape[-1]))).contiguous()
+def rows(part: Tensor, width: int) -> Tensor:
+    """part: [heads, num_tokens, at most `width`]. Returns [num_tokens, heads, width], contiguous, filled up with
+    zeros."""
+    turned = part.transpose(0, 1)
+    return (turned if turned.shape[-1] == width else functional.pad(turned, (0, width - turned.shape[-1]))).contiguous()
 
 
 @dataclass(frozen=True)
 class CausalMask:
-    """A causal mask. `window`: tokens that a token attends to, including itself; None for all."""
+    """A causal mask. `window`: tokens that a token attends to, including itself; None for all. `chunked`: see
+    `Softmax`."""
 
     window: int | None
     num_tokens: int
     num_keys: int
+    chunked: bool = False
     ndim = 0
     """Not that of a tensor: Falcon's code adds ALiBi to such a mask, and a second time to the scores."""
 
     def __getattr__(self, name: str) -> None:
         raise ValueError("its attention has a mask of its own making")
+
+    def __getitem__(self, index: tuple[object, ...]) -> "CausalMask":
+        """The mask of all tokens, which Gemma 4's code takes if all tokens' logits are wanted."""
+        if any(part not in (..., slice(None), slice(0, None)) for part in index):
+            raise ValueError("its attention has a mask of its own making")
+        return self
 
     def to(self, *_: object) -> "CausalMask":
         return self
@@ -108,9 +117,10 @@ def _describe_mask(
     window or of a chunk; use_vmap: whether the network adds a condition to the mask."""
     if "allow_is_bidirectional_skip" in kwargs:
         return OpenMask()
-    if use_vmap or (local_size is not None and local_size != getattr(config, "sliding_window", None)):
-        raise ValueError("its attention has a mask that is neither causal nor a sliding window")
-    return CausalMask(local_size, q_length, kv_length)
+    sizes = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    if use_vmap or (local_size is not None and sizes.count(local_size) != 1):
+        raise ValueError("its attention has a mask that is neither causal nor a sliding window nor chunks")
+    return CausalMask(local_size, q_length, kv_length, chunked=local_size is not None and local_size == sizes[1])
 
 
 def _attend(
@@ -135,7 +145,7 @@ def _attend(
         raise ValueError(f"its attention takes {', '.join(unknown)}, which are not supported")
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     sinks = None if s_aux is None else s_aux.float()
-    softmax = Softmax(scale, attention_mask.window, softcap, sinks)
+    softmax = Softmax(scale, attention_mask.window, attention_mask.chunked, softcap, sinks)
     return attend(query[0], key[0], value[0], softmax)[None], None
 
 

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from worker_service.models.borrowed.states import has_states
@@ -41,8 +41,19 @@ class TransformersConfig:
     @classmethod
     def from_json(cls, json: Mapping[str, Any]) -> "TransformersConfig":
         """Raises ValueError if the network is not supported."""
+        try:
+            return cls._read(json)
+        except RuntimeError as error:  # transformers': `per_layer_config` has a key that is read for all layers
+            why = str(error).partition(". ")[0]
+            raise ValueError(f"a model {json['model_type']} is not supported: {why}") from error
+
+    @classmethod
+    def _read(cls, json: Mapping[str, Any]) -> "TransformersConfig":
         network = parse(json)
         network_class = AutoModelForCausalLM._model_mapping.get(type(network), None)
+        if network_class is not None and network_class.config_class is not type(network):
+            # A class for the text alone; files have all parts (Llama 4).
+            network_class = AutoModelForImageTextToText._model_mapping.get(type(network), None)
         if (reason := _why_not(network, network_class)) is not None:
             raise ValueError(f"a model {network.model_type} is not supported: {reason}")
         body = AutoModel._model_mapping.get(type(network), network_class)
@@ -114,7 +125,7 @@ def _why_not(network: Any, network_class: Any) -> str | None:
         return "it is made to fill gaps in text (is_decoder is false)"
     if network_class._is_stateful and not has_states(network_class):
         return "it keeps a state other than keys and values"
-    text, known = network.get_text_config(decoder=True), {"full_attention", "sliding_attention"}
+    text, known = network.get_text_config(decoder=True), {"chunked_attention", "full_attention", "sliding_attention"}
     if has_states(network_class):
         known |= _WITH_STATES
     if kinds := set(getattr(text, "layer_types", None) or ()) - known:
@@ -148,10 +159,11 @@ def _check_rotary_dims(network: Any, needs: Survey) -> None:
             raise ValueError(
                 f"its rotary embeddings are of type {kind}, but the code of {network.model_type} rotates no heads"
             )
-        if kind == "proportional":  # transformers' code turns the other elements by 0
-            continue
         share = parameters.get("partial_rotary_factor")
-        if share is not None and int(needs.keys[0].head_dim * share) not in needs.rotary_dims:
+        if share is None or kind == "proportional":  # transformers' code turns the other elements by 0
+            continue
+        # Elements are rotated in pairs.
+        if not needs.rotary_dims & {2 * len(range(0, int(layer.head_dim * share), 2)) for layer in needs.keys}:
             raise ValueError(
                 f"partial_rotary_factor is {share}, and the code of {network.model_type} rotates other parts of a head"
             )

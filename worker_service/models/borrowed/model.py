@@ -8,13 +8,13 @@ the sequences. Slower than the native decoder: few operations are fused. Example
     Granite   Embeddings, residuals and logits have multipliers.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from kernels.backends import ops_for
-from worker_service.models.borrowed.attention import Softmax, within
+from worker_service.models.borrowed.attention import Softmax, rows, within
 from worker_service.models.borrowed.config import TransformersConfig
 from worker_service.models.borrowed.network import Body, Head, attention_of, build_network
 from worker_service.models.borrowed.states import within_states
@@ -89,8 +89,9 @@ class TransformersModel:
     ) -> Tensor:
         self._adapter_slots = adapter_slots
         places = [*by_layer(slots, attention, cache)]
-        num_keys = len(self.config.needs.keys)
-        with within(_CachedAttention(places[:num_keys])), within_states(StepStates(places[num_keys:])):
+        needs = self.config.needs
+        layers, states = places[: len(needs.keys)], StepStates(places[len(needs.keys) :])
+        with within(_CachedAttention(layers, needs.readers)), within_states(states):
             return self._body(token_ids, positions, given)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -98,18 +99,23 @@ class TransformersModel:
 
 
 class _CachedAttention:
-    """Attention over the paged KV cache in one forward pass. Call n of `attend` is for layer n."""
+    """Attention over the paged KV cache in one forward pass. `readers`: see `Survey.readers`."""
 
-    def __init__(self, layers: Iterable[LayerPlace]) -> None:
-        self._layers = iter(layers)
+    def __init__(self, layers: Sequence[LayerPlace], readers: Iterable[int]) -> None:
+        self._layers, self._readers, self._num_stored = layers, iter(readers), 0
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
-        layer_cache, slots, metadata = next(self._layers)
+        number, width = next(self._readers), max(key.shape[-1], value.shape[-1])
+        layer_cache, slots, metadata = self._layers[number]
         ops, bias = ops_for(layer_cache.device), None
-        ops.store_kv(key, value, layer_cache, slots)
+        if number == self._num_stored:  # otherwise, an earlier layer has stored these keys and values
+            ops.store_kv(rows(key, width), rows(value, width), layer_cache, slots)
+            self._num_stored += 1
         if softmax.slopes is not None:
             distances = torch.arange(metadata.max_context_len, device=query.device)
             bias = -softmax.slopes[:, None] * distances
-        return ops.paged_attention(
-            query, layer_cache, metadata, softmax.scale, softmax.window, softmax.soft_cap, bias, sinks=softmax.sinks
-        )
+        attended = ops.paged_attention(
+            rows(query, width), layer_cache, metadata, softmax.scale, softmax.window, softmax.soft_cap, bias,
+            sinks=softmax.sinks, chunked=softmax.chunked,
+        )  # fmt: skip
+        return attended[..., : value.shape[-1]]

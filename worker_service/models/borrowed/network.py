@@ -2,6 +2,7 @@
 head's product is float32; the network's own code caps and scales these logits."""
 
 import copy
+from collections.abc import Collection
 from inspect import signature
 from typing import Any
 
@@ -11,11 +12,15 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from worker_service.models.borrowed.attention import NAME
-from worker_service.models.borrowed.older_attention import KeyCache, replace_products
+from worker_service.models.borrowed.older_attention import CountedCache, KeyCache, replace_products
 from worker_service.models.borrowed.states import StateCache, has_states, replace_states
 from worker_service.models.borrowed.weights import tied_tensors
 from worker_service.models.causal_model import GivenEmbeddings
 from worker_service.models.layers.linear import Linear
+
+_PAD_PLACEHOLDERS = frozenset({"gemma4", "gemma4_unified"})
+_COUNT_FROM_CACHE = frozenset({"llama4_text"})
+"""Types whose attention counts positions from the length of the cache (Llama 4's temperature)."""
 
 
 def build_network(config: Any, dtype: torch.dtype, device: torch.device, attention: str, **options: Any) -> Any:
@@ -46,6 +51,8 @@ class Body:
         self.module = network.get_decoder()
         if not isinstance(self.module, PreTrainedModel):  # ModernBERT's output head is named "decoder"
             self.module = network.base_model
+        if self.module.get_output_embeddings() is not None:  # Llama 4's prefix is not the name of its body
+            self.module = self.module.model
         self.module.config._attn_implementation_internal = NAME
         self._is_older = not self.module._can_set_attn_implementation()
         self._takes = signature(self.module.forward).parameters
@@ -54,6 +61,7 @@ class Body:
             replace_states(network)
             self._cache_name = "past_key_values" if "past_key_values" in self._takes else "cache_params"
         self._first, self._positions = self.first_position, torch.empty(0)
+        self._placeholders = _placeholders(network.config)
         self._embeds = False
         for name, module in self.module.named_modules() if "position_ids" not in self._takes else ():
             if name.endswith("embed_positions") and "position_ids" in signature(module.forward).parameters:
@@ -88,12 +96,14 @@ class Body:
         """token_ids: [num_tokens]; positions: [num_tokens], the first token's is 0. Returns hidden states, [num_tokens,
         hidden_size]."""
         positions = self._positions = positions + self._first if self._first else positions
+        for placeholder in self._placeholders:
+            token_ids = torch.where(token_ids == placeholder, self.module.config.pad_token_id, token_ids)
         # Without a mask, transformers would look for sequence boundaries in the positions.
         inputs: dict[str, Any] = {
             "input_ids": token_ids[None],
             "attention_mask": token_ids.new_ones((1, len(token_ids) + self._is_older)),
             "position_ids": positions[None],
-            "past_key_values": KeyCache() if self._is_older else None,
+            "past_key_values": self._cache(positions),
         }
         if self._cache_name:  # transformers looks for no boundaries if there is a cache
             inputs |= {"attention_mask": None, self._cache_name: StateCache()}
@@ -105,16 +115,32 @@ class Body:
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 
+    def _cache(self, positions: Tensor) -> KeyCache | CountedCache | None:
+        if self._is_older:
+            return KeyCache()
+        return CountedCache(positions) if self.module.config.model_type in _COUNT_FROM_CACHE else None
+
     def _with_positions(self, _: nn.Module, inputs: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Inputs of an embedding that would count from the first token of a step."""
         return inputs, options | {"position_ids": self._positions}
+
+
+def _placeholders(config: Any) -> Collection[int]:
+    """Tokens for pictures and sounds that the network's code replaces by padding."""
+    if config.model_type not in _PAD_PLACEHOLDERS:
+        return ()
+    named = (getattr(config, f"{kind}_token_id") for kind in ("image", "video", "audio"))
+    return [number for number in named if number is not None]
 
 
 class Head:
     """Computes logits from the body's hidden states."""
 
     def __init__(self, network: Any, body: nn.Module) -> None:
-        self._network = _with_part(network, _path(network, body), _GivenBody(body))
+        # The module around the body of a multimodal network may read embeddings, so it is replaced, too.
+        is_part = network.config.get_text_config(decoder=True) is not network.config
+        whole = network.base_model if is_part and network.base_model is not network else body
+        self._network = _with_part(network, _path(network, whole), _GivenBody(whole))
         self._product: PackedLinear | None = None
         if type(product := network.get_output_embeddings()) is nn.Linear:
             self._product = PackedLinear(product, wide=True)

@@ -40,6 +40,27 @@ class KeyCache:
         return num_tokens + 1, 0
 
 
+class CountedCache:
+    """A cache for layers that count positions from its length. It stores nothing, and gives each token of a step the
+    length with which the token's position is found. positions: [num_tokens] int64."""
+
+    def __init__(self, positions: Tensor) -> None:
+        self._lengths = positions - torch.arange(len(positions), device=positions.device)
+
+    def update(self, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        return key, value
+
+    def get_seq_length(self, *_: object) -> Tensor:
+        """[num_tokens]: to be added to the number of each token in the step."""
+        return self._lengths
+
+    def get_query_offset(self, *_: object) -> int:
+        return 0
+
+    def get_mask_sizes(self, num_tokens: int, *_: object) -> tuple[int, int]:
+        return num_tokens, 0
+
+
 class _Recorded:
     """Stands in for a tensor in torch's functions."""
 
@@ -129,7 +150,8 @@ class _Scores(_Recorded):
     def __add__(self, added: "CausalMask | Tensor") -> "_Scores":
         """added: the mask, or ALiBi's bias, [..., 1, num_keys] with a row for each head."""
         if isinstance(added, CausalMask):
-            return replace(self, is_causal=True, softmax=replace(self.softmax, window=added.window))
+            softmax = replace(self.softmax, window=added.window, chunked=added.chunked)
+            return replace(self, is_causal=True, softmax=softmax)
         if not isinstance(added, Tensor):
             raise ValueError(LATER)
         num_heads, num_keys = len(self.query), added.shape[-1]

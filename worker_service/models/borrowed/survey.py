@@ -1,10 +1,10 @@
 """Finds the KV cache's sizes of a network in transformers' code, and whether the network can run. The network runs once
-over two tokens on the meta device. Sizes are taken from computed tensors, because families name heads and layers
-differently in config.json."""
+over two tokens, if possible on the meta device. Sizes are taken from computed tensors, because families name heads and
+layers differently in config.json."""
 
 import copy
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from worker_service.models.borrowed.attention import NAME, Softmax, within
 from worker_service.models.borrowed.network import Body, attention_of
 from worker_service.models.borrowed.states import has_states, within_states
 from worker_service.models.borrowed.weights import checkpoint_places, tied_tensors
+from worker_service.models.causal_model import widest
 from worker_service.models.config.config_limits import check_padding
-from worker_service.models.layer_needs import LayerKeys, LayerStates, State, has_one_kind
+from worker_service.models.layer_needs import LayerKeys, LayerStates, State
 
 NUM_TOKENS = 2
 
@@ -24,7 +25,11 @@ NUM_TOKENS = 2
 @dataclass(frozen=True)
 class Survey:
     keys: tuple[LayerKeys, ...]
-    """Keys and values, in the order of the network's calls."""
+    """Keys and values in the cache, in the order in which layers store them. The window is the largest of the layers
+    that read them. A chunk of so many tokens needs no more of the past."""
+    readers: tuple[int, ...]
+    """The number in `keys` that each call of attention reads. A layer without keys and values of its own reads an
+    earlier layer's."""
     states: tuple[LayerStates, ...]
     """States, in the order of the network's layers."""
     hidden_size: int
@@ -45,21 +50,34 @@ class _Observer:
 
     def __init__(self) -> None:
         self.keys: list[LayerKeys] = []
+        self.readers: list[int] = []
         self.options: list[Softmax] = []
+        self._stored: dict[tuple[object, object], int] = {}
+        """The number in `keys` of keys and values, by their memory."""
+        self._kept: list[tuple[Tensor, Tensor]] = []
+        """So that no memory is used twice."""
         self.layers: dict[int, list[State]] = {}
         self._layer: list[State] = []
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
-        if value.shape != key.shape or query.shape[2] != key.shape[2] or query.shape[1] % key.shape[1]:
+        if value.shape[:2] != key.shape[:2] or query.shape[2] != key.shape[2] or query.shape[0] % key.shape[0]:
             raise ValueError(
                 f"its queries, keys and values have heads that do not match: {_sizes(query)}, {_sizes(key)} and "
                 f"{_sizes(value)}"
             )
         if softmax.window is not None and softmax.window < 1:
-            raise ValueError(f"its sliding_window is {softmax.window}; it must be at least 1")
-        self.keys.append(LayerKeys(key.shape[1], key.shape[2], window=softmax.window))
+            kind = "attention_chunk_size" if softmax.chunked else "sliding_window"
+            raise ValueError(f"its {kind} is {softmax.window}; it must be at least 1")
+        place = _memory(key), _memory(value)
+        if place not in self._stored:
+            self._kept.append((key, value))
+            self._stored[place] = len(self.keys)
+            self.keys.append(LayerKeys(key.shape[0], max(key.shape[2], value.shape[2]), window=softmax.window))
+        number = self._stored[place]
+        self.keys[number] = replace(self.keys[number], window=widest((self.keys[number].window, softmax.window)))
+        self.readers.append(number)
         self.options.append(softmax)
-        return torch.empty_like(query)
+        return query.new_empty((query.shape[1], query.shape[0], value.shape[2]))
 
     def begin_layer(self, number: int) -> None:
         self._layer = self.layers.setdefault(number, [])
@@ -102,9 +120,13 @@ class _ObservedToken:
         self._states[name] = state
 
 
+def _memory(tensor: Tensor) -> object:
+    """Identifies a tensor; tensors on the meta device have no addresses."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.stride(), tensor.shape
+
+
 def survey(network_class: Any, config: Any) -> Survey:
     """Raises a ValueError with the reason if the network cannot run."""
-    observer = _Observer()
     try:
         with torch.device("meta"), torch.inference_mode():
             # "batched_mm" is the only implementation of experts that does not read tensors' values. In 16 bits, states
@@ -115,12 +137,10 @@ def survey(network_class: Any, config: Any) -> Survey:
                 experts_implementation="batched_mm",
                 **({"dtype": torch.bfloat16} if has_states(network_class) else {}),
             )
-            body = Body(network)
-            _check_convolutions(body.module)
+            body = Body(network.eval())
+            _refuse_convolutions(body.module)
             checkpoint_places(network)
-            tokens = torch.zeros(NUM_TOKENS, dtype=torch.long)
-            with within(observer), within_states(observer):
-                hidden = body(tokens, tokens)
+            observer, hidden = _observe(network, body)
     except ValueError:
         raise
     except Exception as error:
@@ -131,7 +151,7 @@ def survey(network_class: Any, config: Any) -> Survey:
             raise ValueError("its code reads computed numbers, so that its cache's sizes cannot be found") from error
         if isinstance(error, KeyError) and NAME in error.args:
             raise ValueError("its code runs with no attention but transformers' own") from error
-        raise ValueError(f"its code does not run with our attention: {error or type(error).__name__}") from error
+        raise ValueError(f"its code does not run with our attention: {str(error) or type(error).__name__}") from error
     keys, states = observer.keys, [LayerStates(tuple(states)) for states in observer.layers.values() if states]
     if network_class._is_stateful and not states:
         raise ValueError("it keeps a state other than keys and values")
@@ -142,14 +162,11 @@ def survey(network_class: Any, config: Any) -> Survey:
         raise ValueError("it has no layer with attention")
     text = config.get_text_config(decoder=True)
     num_layers = getattr(text, "decoder_layers", text.num_hidden_layers) - _num_without_mixer(text)
-    if len(keys) + len(states) < num_layers:
-        raise ValueError(f"{len(keys) + len(states)} of its {num_layers} layers use an attention that can be replaced")
-    if keys and not has_one_kind(keys):
-        known = sorted({(layer.num_kv_heads, layer.head_dim) for layer in keys})
-        sizes = " and ".join(f"{heads} x {size}" for heads, size in known)
-        raise ValueError(f"its layers have keys of different sizes, {sizes}")
+    if (found := len(observer.readers) + len(states)) < num_layers:
+        raise ValueError(f"{found} of its {num_layers} layers use an attention that can be replaced")
     return Survey(
         tuple(keys),
+        tuple(observer.readers),
         tuple(states),
         hidden.shape[-1],
         {name: other for name, (_, other) in tied_tensors(network).items()},
@@ -160,13 +177,41 @@ def survey(network_class: Any, config: Any) -> Survey:
     )
 
 
-def _check_convolutions(body: nn.Module) -> None:
-    """Raise ValueError for convolutions that would compute a step's tokens as one sequence. Layers with states do not
-    call their convolutions, but functions with their weights."""
+def _observe(network: Any, body: Body) -> tuple[_Observer, Tensor]:
+    """Run the network over two tokens. Returns the calls of attention and the hidden states. network: on the meta
+    device. If its code reads computed numbers, it runs on the CPU with zeros for weights, which take no memory."""
+    tokens = torch.zeros(NUM_TOKENS, dtype=torch.long)
+    try:
+        with within(observer := _Observer()), within_states(observer):
+            return observer, body(tokens, tokens)
+    except Exception as error:
+        if "meta" not in str(error):
+            raise
+    with torch.device("cpu"), within(observer := _Observer()), within_states(observer):
+        for module in network.modules():
+            for name, weight in module._parameters.items():
+                module._parameters[name] = None if weight is None else nn.Parameter(_zeros(weight), False)
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else _zeros(buffer)
+        tokens = torch.zeros(NUM_TOKENS, dtype=torch.long)
+        return observer, body(tokens, tokens)
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+
+
+def _refuse_convolutions(body: nn.Module) -> None:
+    """Raise ValueError when a convolution runs that would compute a step's tokens as one sequence. Layers with states
+    do not call their convolutions, but functions with their weights."""
+
+    def refuse(*_: object) -> None:
+        raise ValueError("it has convolutions, which need tokens outside a chunk")
+
     inner = {id(part) for module in body.modules() if has_states(type(module)) for part in module.modules()}
     for module in body.modules():
         if "Conv" in type(module).__name__ and type(module) is not Conv1D and id(module) not in inner:
-            raise ValueError("it has convolutions, which need tokens outside a chunk")
+            module.register_forward_pre_hook(refuse)
 
 
 def _num_without_mixer(text: Any) -> int:
@@ -186,4 +231,4 @@ def _without_data(config: Any) -> Any:
 
 
 def _sizes(heads: Tensor) -> str:
-    return f"{heads.shape[1]} x {heads.shape[2]}"
+    return f"{heads.shape[0]} x {heads.shape[2]}"

@@ -59,13 +59,14 @@ def check_values(json: Mapping[str, Any], config_class: Any) -> None:
 
 def check_sizes(network: Any) -> None:
     """Raise ValueError if a size is not a whole number from 1, or if there are too many heads."""
-    for name in _FROM_ONE:
-        size = getattr(network, name, None)
-        if size is not None and not (type(size) is int and size >= 1):
-            raise ValueError(f"{name} is {shown(size)}; it must be a whole number from 1 on")
-    layers, heads = (getattr(network, name, 1) for name in ("num_hidden_layers", "num_attention_heads"))
-    if layers * heads > _MAX_HEADS:
-        raise ValueError(f"{layers} layers of {heads} heads are too many: at most {_MAX_HEADS} heads are supported")
+    for of_layer in network.per_layer_config if network.is_heterogeneous else (network,):
+        for name in _FROM_ONE:
+            size = getattr(of_layer, name, None)
+            if size is not None and not (type(size) is int and size >= 1):
+                raise ValueError(f"{name} is {shown(size)}; it must be a whole number from 1 on")
+        layers, heads = (getattr(of_layer, name, 1) for name in ("num_hidden_layers", "num_attention_heads"))
+        if layers * heads > _MAX_HEADS:
+            raise ValueError(f"{layers} layers of {heads} heads are too many: at most {_MAX_HEADS} heads are supported")
 
 
 def _check_aliases(json: Mapping[str, Any], config_class: Any) -> None:
