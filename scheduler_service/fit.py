@@ -66,7 +66,7 @@ def _table(result: Fit) -> Table:
     table = Table("field", "value")
     for name, value in result.fields.items():
         if name == "layer_groups":
-            table.add_row(name, " ".join(f"{block_size}:{window}" for block_size, window in value))
+            table.add_row(name, " ".join(":".join(map(str, group)) for group in value))
         elif isinstance(value, list):
             table.add_row(name, " ".join(f"{share:.3f}" for share in value))
         else:

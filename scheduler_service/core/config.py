@@ -44,6 +44,8 @@ class LayerGroup(NamedTuple):
     """Tokens of a block. 0: the layers keep states in place of keys and values, one block for each sequence."""
     window: int = 0
     """Tokens that each token attends to, including itself (0: all)."""
+    chunked: bool = False
+    """Whether each token attends to its own chunk of `window` tokens in place of the last `window` tokens."""
 
     @property
     def has_states(self) -> bool:
@@ -60,7 +62,15 @@ class LayerGroup(NamedTuple):
 
     def first_needed(self, num_tokens: int) -> int:
         """The first block that the tokens after the first `num_tokens` attend to."""
-        return max(0, num_tokens - self.window + 1) // self.block_size if self.window else 0
+        if not self.window:
+            return 0
+        first = num_tokens // self.window * self.window if self.chunked else max(0, num_tokens - self.window + 1)
+        return first // self.block_size
+
+    def released_at(self, block: int) -> int:
+        """Tokens after which no token attends to a block of the table, with a window."""
+        end = (block + 1) * self.block_size
+        return -(-end // self.window) * self.window if self.chunked else end + self.window - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,8 +198,10 @@ class SchedulerConfig:
             raise ValueError(f"num_lookahead_slots is {self.num_lookahead_slots}; with states it must be 0")
         for group in self.layer_groups:
             if group.has_states:
-                if group.window:
+                if group.window or group.chunked:
                     raise ValueError(f"layer_groups has states with a window of {group.window} tokens")
+            elif group.chunked and not group.window:
+                raise ValueError("layer_groups has chunks without a size (window)")
             elif group.block_size < 0 or group.window < 0 or self.block_size % group.block_size:
                 raise ValueError(
                     f"layer_groups has a block of {group.block_size} tokens and a window of {group.window}; block_size "

@@ -83,6 +83,8 @@ def _layer_groups(path: Path, value: Any) -> tuple[LayerGroup, ...]:
         match pair:
             case [int(block_size), int(window)] if block_size > 0 <= window or (block_size, window) == (0, 0):
                 groups.append(LayerGroup(block_size, window))
+            case [int(block_size), int(window), bool(chunked)] if block_size > 0 < window:
+                groups.append(LayerGroup(block_size, window, chunked))
             case _:
                 raise ValueError(f"{path}: layer_groups is {value!r}; it must be a list of pairs of tokens")
     return tuple(groups)

@@ -120,7 +120,7 @@ def _fields(coefficients: dict[str, float], config: SchedulerConfig) -> dict[str
         **dict(zip(SIZES, _sizes(config), strict=True)),
     }
     if any(group.window or group.has_states for group in config.groups):
-        fields["layer_groups"] = [list(group) for group in config.groups]
+        fields["layer_groups"] = [list(group if group.chunked else group[:2]) for group in config.groups]
     if not config.block_bytes:  # the worker did not report the size of a block in bytes
         fields["block_bytes"] = CostModel().block_bytes
     if swap_us := coefficients["swapped_blocks"]:

@@ -166,7 +166,7 @@ def _read_plain(value: Any) -> Any:
 
 
 def _read_layer_groups(messages: Any) -> tuple[LayerGroup, ...]:
-    return tuple(LayerGroup(one.block_size, one.window) for one in messages)
+    return tuple(LayerGroup(one.block_size, one.window, one.chunked) for one in messages)
 
 
 def read_items(messages: Any) -> tuple[PromptItem, ...]:

@@ -291,10 +291,11 @@ class FakeWorker:
             size = self.config.block_size
             stored = [self._slot(mirror.encoder, 0, position)[position % size] for position in positions]
             assert stored == self._encoded(mirror.encoder), "the cross table holds others' keys and values"
-        for number, (block_size, window) in enumerate(self.config.groups):
+        for number, (block_size, window, chunked) in enumerate(self.config.groups):
             if not block_size:
                 continue  # states, which `_advance` has checked
             start = max(0, mirror.num_computed - window + 1) if window else 0
+            start = max(start, max(range(0, mirror.num_computed + 1, window))) if chunked else start
             # Without a loop over positions, because a simulated worker spends most of its time here.
             first = start // block_size
             blocks = mirror.tables[number][first : -(-end // block_size)]

@@ -116,6 +116,8 @@ class SlowBlocks:
 
     def first_needed(self, layers: LayerGroup, num_tokens: int) -> int:
         """The first block that tokens after these attend to."""
+        if layers.chunked:
+            return max(range(0, num_tokens + 1, layers.window)) // layers.block_size
         return max(0, num_tokens - layers.window + 1) // layers.block_size if layers.window else 0
 
     def most_in_window(self, layers: LayerGroup) -> int:

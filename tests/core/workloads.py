@@ -124,7 +124,8 @@ def with_layer_groups(config: SchedulerConfig, seed: int) -> SchedulerConfig:
         return config
     sizes = rng.choice([[1], [1, 1], [1, 2], [2, 1], [3, 2], [1, 3, 6], [2, 2, 1, 4]])
     windows = [rng.choice([0, 0, 1, 4, 9]) for _ in sizes]
-    groups = sorted(map(LayerGroup, sizes, windows), key=lambda group: group.window > 0)
+    chunked = [window > 0 and rng.random() < 0.4 for window in windows]
+    groups = sorted(map(LayerGroup, sizes, windows, chunked), key=lambda group: group.window > 0)
     if states := rng.choice([0, 0, 0, 0, 1, 2]) * [LayerGroup(0)]:
         groups = [*groups[: rng.randrange(3)], *states]
     block_size = lcm(*(group.block_size for group in groups if group.block_size))

@@ -131,7 +131,7 @@ def test_every_field_is_carried_and_comes_back(
 
 
 def test_groups_of_layers_come_back() -> None:
-    message, groups = pb.RecordedConfig(), (LayerGroup(6), LayerGroup(2, 5))
+    message, groups = pb.RecordedConfig(), (LayerGroup(6), LayerGroup(2, 5, chunked=True))
     config = dataclasses.replace(CONFIG, block_size=6, sliding_window=0, max_num_encoder_tokens=0, layer_groups=groups)
     encode_fields(SchedulerConfig, config, message)
     assert decode_fields(SchedulerConfig, message) == config

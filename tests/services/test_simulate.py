@@ -50,9 +50,9 @@ def test_one_request_takes_what_arithmetic_says() -> None:
 def test_requests_whose_layers_have_windows_need_fewer_blocks(tmp_path: Path) -> None:
     """A sequence of 120 tokens needs 15 blocks of 8 tokens, and of each window's 4 only those with the last tokens."""
     file, long = tmp_path / "costs.json", [Arrival(0.0, 100, 20), Arrival(0.0, 100, 20)]
-    file.write_text('{"block_size": 8, "layer_groups": [[8, 0], [4, 6]], "num_device_blocks": 50}')
+    file.write_text('{"block_size": 8, "layer_groups": [[8, 0], [4, 6, true]], "num_device_blocks": 50}')
     windows = replace(CostModel.read(file), max_num_batched_tokens=16, max_num_seqs=8, num_host_blocks=0)
-    assert windows.layer_groups == ((8, 0), (4, 6))
+    assert windows.layer_groups == (LayerGroup(8), LayerGroup(4, 6, chunked=True))
     wide = replace(windows, layer_groups=((LayerGroup(8), LayerGroup(4))))
     few, many = (Simulator(long, costs, num_workers=1).run().requests for costs in (windows, wide))
     assert max(request.queued for request in few) < min(request.e2e for request in few)

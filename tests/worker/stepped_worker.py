@@ -81,7 +81,7 @@ def load_runner(
         groups = group_layers(needs, LIMITS.block_size, limits.max_model_len, dtype, cache_dtype)
         shape = replace(shape, groups=groups)
         if limits.layer_groups:
-            assert [(group.block_size, group.window) for group in shape.groups] == [*limits.layer_groups]
+            assert [(group.block_size, group.window, group.chunked) for group in shape.groups] == [*limits.layer_groups]
     tables = 1 if limits.layer_groups else max(1, len(shape.groups))  # see `GroupedSteps`
     engine = CacheEngine(shape, tables * limits.num_device_blocks, tables * limits.num_host_blocks, DEVICE)
     for pool in (engine.device_blocks, engine.host_blocks):

@@ -24,6 +24,8 @@ class LayerKeys:
     """1 if a head's key is also its value (see `kernels.reference`)."""
     window: int | None = None
     """Tokens that each token attends to, including itself; None for all earlier tokens."""
+    chunked: bool = False
+    """Whether each token attends to its own chunk of `window` tokens, in place of the last `window` tokens."""
 
     def token_bytes(self, dtype: torch.dtype) -> int:
         return self.parts * self.num_kv_heads * stored_size(self.head_dim, dtype) * dtype.itemsize
@@ -96,5 +98,5 @@ def needs_of(config: _Uniform, num_kv_heads: int) -> tuple[LayerNeeds, ...]:
 
 def has_one_kind(layers: Sequence[LayerNeeds]) -> bool:
     """Whether all layers have keys and values of one size, so that one block table can serve all."""
-    sizes = {replace(needs, window=None) if isinstance(needs, LayerKeys) else needs for needs in layers}
+    sizes = {replace(needs, window=None, chunked=False) if isinstance(needs, LayerKeys) else needs for needs in layers}
     return len(sizes) == 1 and isinstance(sizes.pop(), LayerKeys)

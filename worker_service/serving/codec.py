@@ -175,7 +175,7 @@ def encode_worker_info(
         max_encoder_len=limits.max_encoder_len,
         max_num_encoder_tokens=limits.max_num_encoder_tokens,
         feature_bytes=limits.feature_bytes,
-        layer_groups=[pb.LayerGroup(block_size=size, window=window) for size, window in limits.layer_groups],
+        layer_groups=[pb.LayerGroup(**group._asdict()) for group in limits.layer_groups],
         prompt_embeds_size=limits.prompt_embeds_size,
     )
 

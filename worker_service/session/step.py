@@ -21,6 +21,8 @@ class LayerLimits(NamedTuple):
     """Tokens of a block; 0 if the layers have states. A sequence then has one block."""
     window: int
     """Tokens; 0 without a window."""
+    chunked: bool = False
+    """Whether a token attends to its own chunk of `window` tokens."""
 
 
 @dataclass(frozen=True)

@@ -218,7 +218,7 @@ class BlockManager:
                     break  # earlier blocks are free already
                 self.device.free(table[index])
                 table[index] = NO_BLOCK
-            releases_at = min(releases_at, (first_needed + 1) * layers.block_size + layers.window - 1)
+            releases_at = min(releases_at, layers.released_at(first_needed))
         sequence.releases_at = releases_at
 
     def can_append_slots(self, chunks: Iterable[tuple[Sequence, int]]) -> bool:

@@ -90,7 +90,7 @@ class PrefixCache:
         self._layers = [one.layers for one in sizes]
         self._has_windows = any(layers.window for layers in self._layers)
         self._has_states = any(layers.has_states for layers in self._layers)
-        self._is_plain = self._layers == [(block_size, 0)]
+        self._is_plain = self._layers == [LayerGroup(block_size)]
         # A key and a tag find a block of one group of layers. Without a tag, a key finds the first group's last block.
         self._tags = [
             [bytes([number, place]) for place in range(block_size // (group.block_size or block_size))]

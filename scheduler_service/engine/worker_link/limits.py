@@ -55,7 +55,7 @@ def _pool_tokens(info: WorkerInfo, num_blocks: int) -> int:
 
 def layer_groups(info: WorkerInfo) -> tuple[LayerGroup, ...]:
     most = info.layer_groups[: MAX_LAYER_GROUPS + 1]  # more are refused, and not copied before
-    return tuple(LayerGroup(group.block_size, group.window) for group in most)
+    return tuple(LayerGroup(group.block_size, group.window, group.chunked) for group in most)
 
 
 def max_num_batched_tokens(settings: SchedulerSettings, info: WorkerInfo) -> int:

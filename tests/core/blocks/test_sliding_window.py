@@ -36,6 +36,24 @@ def test_blocks_behind_a_sliding_window_are_free_before_a_sequence_needs_one() -
     assert in_use == [1, 1, 2, 1, 1, 1, 2]
 
 
+def test_blocks_of_a_chunk_are_free_once_the_next_chunk_begins() -> None:
+    """Chunks of 8 tokens in blocks of 4. A prefix of 8 tokens needs no block of the first chunk."""
+    layers = (LayerGroup(4), LayerGroup(4, window=8, chunked=True))
+    scheduler = make_scheduler(max_num_batched_tokens=8, num_device_blocks=40, layer_groups=layers)
+    worker = FakeWorker(scheduler.config)
+    scheduler.add_request(make_group("a", 8, max_tokens=20))
+    step(scheduler, worker)
+    (table,) = scheduler.blocks.all_tables[1].values()
+    of_first_chunk, in_use = table[:2], []
+    for _ in range(3):
+        step(scheduler, worker)
+        in_use.append(40 - scheduler.blocks.device.num_free)
+    assert in_use == [4, 4, 4]  # three blocks without a chunk, and one of the second chunk
+    for block in of_first_chunk:
+        scheduler.blocks.device.withdraw(block)
+    assert scheduler.blocks.cache.num_cached_tokens(make_group("again", 12).live[0]) == 8
+
+
 def test_a_prompt_that_is_longer_than_the_pool_can_be_swapped_out_and_comes_back() -> None:
     """Of 60 tokens in a pool of 14 a window of 4 and a step's 4 tokens take 7 at a time."""
     scheduler = make_scheduler(

@@ -30,7 +30,7 @@ from worker_service.models.causal_model import GroupedCache
 from worker_service.models.layer_needs import LayerKeys, LayerStates, State
 from worker_service.serving.codec import decode_scheduler_output, encode_model_output, encode_worker_info
 from worker_service.session.session import Session
-from worker_service.session.step import LayerLimits
+from worker_service.session.step import LayerLimits, Limits
 from worker_service.settings import WorkerSettings
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="on a GPU, all layers have one block table")
@@ -63,6 +63,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
 }
 # One layer without a window and two with one: 8 and 4 tokens of a block have the same bytes.
 GROUPED = replace(LIMITS, block_size=8, layer_groups=(LayerLimits(8, 0), LayerLimits(4, WINDOW)))
+CHUNKED = replace(GROUPED, layer_groups=(LayerLimits(8, 0), LayerLimits(4, WINDOW, chunked=True)))
 
 
 @pytest.fixture(params=MODELS)
@@ -72,6 +73,11 @@ def checkpoint(request: pytest.FixtureRequest, make_checkpoint: Callable[..., Pa
 
 def keys(windows: Sequence[int | None], head_dim: int = 8) -> list[LayerKeys]:
     return [LayerKeys(2, head_dim, window=window) for window in windows]
+
+
+@pytest.fixture
+def grouped(checkpoint: Path) -> Limits:
+    return CHUNKED if "llama4" in checkpoint.name else GROUPED
 
 
 def scheduler_of(limits: Any, **sizes: Any) -> Scheduler:
@@ -105,10 +111,10 @@ def outputs(group: SequenceGroup) -> list[list[int]]:
 
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
 def test_tokens_match_transformers_through_preemption_and_from_the_prefix_cache(
-    checkpoint: Path, mode: PreemptionMode
+    checkpoint: Path, grouped: Limits, mode: PreemptionMode
 ) -> None:
     """Four contexts of up to 57 tokens need up to 8 and 6 blocks at a time each, of a pool of 17."""
-    limits = replace(GROUPED, num_device_blocks=17, num_host_blocks=40)
+    limits = replace(grouped, num_device_blocks=17, num_host_blocks=40)
     scheduler = scheduler_of(limits, preemption_mode=mode)
     worker = SteppedWorker(load_runner(checkpoint, limits=limits), limits)
     oracle = Oracle(checkpoint)
@@ -125,8 +131,8 @@ def test_tokens_match_transformers_through_preemption_and_from_the_prefix_cache(
     assert outputs(again) == [oracle.greedy([*PROMPT, 5, 6], 9)]
 
 
-def test_outputs_of_one_prompt_share_its_blocks_in_every_group(checkpoint: Path) -> None:
-    limits = replace(GROUPED, num_device_blocks=40)
+def test_outputs_of_one_prompt_share_its_blocks_in_every_group(checkpoint: Path, grouped: Limits) -> None:
+    limits = replace(grouped, num_device_blocks=40)
     scheduler, worker = scheduler_of(limits), SteppedWorker(load_runner(checkpoint, limits=limits), limits)
     group = SequenceGroup("r", PROMPT, SamplingParams(max_tokens=12, n=3))
     serve(scheduler, worker, [group])

@@ -44,6 +44,8 @@ class LayerGroup:
     """Each layer's, but for the windows."""
     layer_bytes: int
     """Bytes of a block for each layer."""
+    chunked: bool = False
+    """Whether each token attends to its own chunk of `window` tokens, in place of the last `window` tokens."""
 
     @property
     def num_bytes(self) -> int:
@@ -98,19 +100,23 @@ def _kinds(
     layers: Sequence[LayerNeeds], max_model_len: int, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> tuple[list[LayerGroup], list[LayerGroup]]:
     """The kinds of layers with keys, with blocks of one token, and those with states."""
-    found: defaultdict[tuple[LayerNeeds, bool], list[int]] = defaultdict(list)
-    windows: dict[tuple[LayerNeeds, bool], int] = {}
+    found: defaultdict[tuple[LayerNeeds, bool, int], list[int]] = defaultdict(list)
+    windows: dict[tuple[LayerNeeds, bool, int], int] = {}
     for number, needs in enumerate(layers):
-        window = (needs.window if isinstance(needs, LayerKeys) else None) or 0
-        window = window if window < max_model_len else 0
-        kind = (replace(needs, window=None) if isinstance(needs, LayerKeys) else needs), window > 0
+        window, chunk = 0, 0
+        if isinstance(needs, LayerKeys):
+            window = needs.window if needs.window is not None and needs.window < max_model_len else 0
+            chunk = window if needs.chunked else 0
+            needs = replace(needs, window=None, chunked=False)
+        kind = needs, window > 0, chunk
         found[kind].append(number)
         windows[kind] = max(windows.get(kind, 0), window)
     keys, states = [], []
-    for (needs, is_limited), numbers in sorted(found.items(), key=lambda kind: kind[0][1]):
-        window = windows[needs, is_limited]
+    for kind, numbers in sorted(found.items(), key=lambda item: item[0][1]):
+        (needs, _, chunk), window = kind, windows[kind]
         if isinstance(needs, LayerKeys):
-            keys.append(LayerGroup(tuple(numbers), window, 1, needs, needs.token_bytes(cache_dtype)))
+            of_token = needs.token_bytes(cache_dtype)
+            keys.append(LayerGroup(tuple(numbers), window, 1, needs, of_token, chunked=chunk > 0))
         else:
             states.append(LayerGroup(tuple(numbers), 0, 0, needs, needs.num_bytes(dtype)))
     return keys, states

@@ -192,7 +192,9 @@ class GeneratorLoader(Loader):
             embedding_size=0 if max_encoder_len else config.hidden_size,
             max_encoder_len=max_encoder_len,
             block_size=self._shapes[0].span,
-            layer_groups=tuple(LayerLimits(group.block_size, group.window) for group in self._shapes[0].groups),
+            layer_groups=tuple(
+                LayerLimits(group.block_size, group.window, group.chunked) for group in self._shapes[0].groups
+            ),
             max_num_encoder_tokens=max(max_encoder_len, settings.max_num_batched_tokens) if max_encoder_len else 0,
             feature_bytes=getattr(config, "feature_bytes", 0),
             aligns=self._aligner is not None,

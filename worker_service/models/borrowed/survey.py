@@ -26,7 +26,7 @@ NUM_TOKENS = 2
 class Survey:
     keys: tuple[LayerKeys, ...]
     """Keys and values in the cache, in the order in which layers store them. The window is the largest of the layers
-    that read them. A chunk of so many tokens needs no more of the past."""
+    that read them."""
     readers: tuple[int, ...]
     """The number in `keys` that each call of attention reads. A layer without keys and values of its own reads an
     earlier layer's."""
@@ -72,9 +72,12 @@ class _Observer:
         if place not in self._stored:
             self._kept.append((key, value))
             self._stored[place] = len(self.keys)
-            self.keys.append(LayerKeys(key.shape[0], max(key.shape[2], value.shape[2]), window=softmax.window))
+            size = max(key.shape[2], value.shape[2])
+            self.keys.append(LayerKeys(key.shape[0], size, window=softmax.window, chunked=softmax.chunked))
         number = self._stored[place]
-        self.keys[number] = replace(self.keys[number], window=widest((self.keys[number].window, softmax.window)))
+        known = self.keys[number]
+        if (known.window, known.chunked) != (softmax.window, softmax.chunked):
+            self.keys[number] = replace(known, window=widest((known.window, softmax.window)), chunked=False)
         self.readers.append(number)
         self.options.append(softmax)
         return query.new_empty((query.shape[1], query.shape[0], value.shape[2]))
