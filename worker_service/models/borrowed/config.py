@@ -51,7 +51,8 @@ class TransformersConfig:
     def _read(cls, json: Mapping[str, Any]) -> "TransformersConfig":
         network = parse(json)
         network_class = AutoModelForCausalLM._model_mapping.get(type(network), None)
-        if network_class is not None and network_class.config_class is not type(network):
+        text = network.get_text_config(decoder=True)
+        if text is not network and network_class is not None and network_class.config_class is type(text):
             # A class for the text alone; files have all parts (Llama 4).
             network_class = AutoModelForImageTextToText._model_mapping.get(type(network), None)
         if (reason := _why_not(network, network_class)) is not None:
@@ -59,7 +60,7 @@ class TransformersConfig:
         body = AutoModel._model_mapping.get(type(network), network_class)
         check_generates(json, network_class.__name__, body.__name__)
         check_known(json, network, network_class)
-        if (text := network.get_text_config(decoder=True)) is not network:
+        if text is not network:
             check_known(_inner(json, network, text), text, network_class)
         try:
             needs = survey(network_class, network)
