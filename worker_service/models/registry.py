@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from worker_service.models.causal_model import CausalModel, Fill
+from worker_service.models.config.text_part import text_part
 from worker_service.models.decoders.decoder import Decoder
 from worker_service.models.decoders.decoder_config import DecoderConfig
 from worker_service.models.decoders.families import FAMILIES, read_decoder
@@ -30,6 +31,7 @@ ENCODER_DECODERS = ("t5", "bart", "whisper")
 
 def read_config(json: Mapping[str, Any]) -> AnyConfig:
     """Raises ValueError if the network is not supported."""
+    json = text_part(json)
     family = json.get("model_type")
     if family is not None and not isinstance(family, str):
         raise ValueError(f"model_type is {shown(family)}; it must be the name of a family")

@@ -79,7 +79,10 @@ def count_device_blocks(
     elif device.type == "cuda":
         count = _free_cuda_bytes(device, settings.gpu_memory_utilization) // own_bytes
     else:
-        count = min(free_host_bytes() // _CPU_SHARE // block_bytes, settings.max_num_seqs * needed)
+        # Besides its own states, a sequence may leave states behind for the prefix cache.
+        num_states = sum(not group.block_size for group in shapes[0].groups)
+        most = settings.max_num_seqs * (needed + num_states)
+        count = min(free_host_bytes() // _CPU_SHARE // block_bytes, most)
     count = min(ranks.gather_numbers(count))
     if count < (least := blocks_for(least_model_len)):
         fitting = bisect_right(range(1, least_model_len), count, key=blocks_for)

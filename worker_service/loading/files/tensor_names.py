@@ -9,8 +9,10 @@ _OLD = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta
 
 
 def spellings(name: str) -> Iterator[str]:
-    """Yield the given name first. Names lack their first part ("bert.") if a network was saved without its head."""
-    for one in (name, name.partition(".")[2]):
+    """Yield the given name first. Names lack their first part ("bert.") if a network was saved without its head. Text
+    networks that were saved with an encoder of pictures are a part of `model`."""
+    first, _, rest = name.partition(".")
+    for one in (name, rest, f"model.language_model.{rest}" if first == "model" else ""):
         if one:
             yield one
             for new, old in _OLD.items():

@@ -56,16 +56,15 @@ class TransformersModel:
         self._head.pack()
 
     def allocate_adapters(self, num_slots: int, max_rank: int) -> dict[str, AdapterPlace]:
-        """See `CausalModel.allocate_adapters`. Only linear layers that multiply all tokens can have adapters, so no
-        experts."""
+        """See `CausalModel.allocate_adapters`. Only linear layers that are called with all tokens can have adapters, so
+        no experts."""
         places = {}
         names = {id(module): name for name, module in self._network.named_modules()}
         for module in self._body.module.modules():
-            if type(module) is nn.Linear and ".experts." not in names[id(module)]:
+            name = names[id(module)]
+            if type(module) is nn.Linear and ".experts." not in name and name not in self.config.needs.uncalled:
                 linear = Linear(module.weight)
-                places[names[id(module)]] = AdapterPlace(
-                    linear.allocate_adapters([module.out_features], num_slots, max_rank), 0
-                )
+                places[name] = AdapterPlace(linear.allocate_adapters([module.out_features], num_slots, max_rank), 0)
                 module.register_forward_hook(self._adding(linear))
         return places
 

@@ -43,6 +43,8 @@ class Survey:
     """Whether scores fall with the distance in all layers (ALiBi)."""
     first_position: int
     """See `Body.first_position`."""
+    uncalled: frozenset[str]
+    """Names of linear layers whose weights the network's code multiplies itself. Adapters have no effect there."""
 
 
 class _Observer:
@@ -93,12 +95,16 @@ class _Observer:
     def gated_delta_rule(
         self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None, *, normalize: bool
     ) -> Tensor:
-        del query, decay, beta, normalize
+        del decay, beta, normalize
+        if value.shape[1] % key.shape[1] or query.shape != key.shape:
+            raise ValueError(f"its {value.shape[1]} linear value heads cannot share {key.shape[1]} key heads")
         self._layer.append(State((value.shape[1], key.shape[2], value.shape[2]), is_wide=True))
         return torch.empty_like(value)
 
     def selective_scan(self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None) -> Tensor:
         del dt, a, c, d
+        if x.shape[1] % b.shape[1]:
+            raise ValueError(f"its {x.shape[1]} heads of state-space layers cannot share {b.shape[1]} groups")
         self._layer.append(State((x.shape[1], x.shape[2], b.shape[2]), is_wide=True))
         return torch.empty_like(x)
 
@@ -143,6 +149,9 @@ def survey(network_class: Any, config: Any) -> Survey:
             body = Body(network.eval())
             _refuse_convolutions(body.module)
             checkpoint_places(network)
+            uncalled = {id(module): name for name, module in network.named_modules() if type(module) is nn.Linear}
+            for module in body.module.modules():
+                module.register_forward_hook(lambda called, *_: uncalled.pop(id(called), None) and None)
             observer, hidden = _observe(network, body)
     except ValueError:
         raise
@@ -177,6 +186,7 @@ def survey(network_class: Any, config: Any) -> Survey:
         frozenset(2 * len(buffer) for name, buffer in network.named_buffers() if name.endswith("inv_freq")),
         has_slopes,
         body.first_position,
+        frozenset(uncalled.values()),
     )
 
 
