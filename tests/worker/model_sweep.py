@@ -27,7 +27,7 @@ from worker_helpers import embeddings_item
 
 from worker_service.execution.steps.model_runner import ModelRunner
 from worker_service.loading.checkpoint import Checkpoint
-from worker_service.models.decoders.families import FAMILIES
+from worker_service.models.decoders.decoder_config import DecoderConfig
 from worker_service.models.registry import read_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -62,7 +62,7 @@ def check(model_type: str, folder: Path) -> Outcome:
     except Exception as error:  # the code of any type
         return Outcome(model_type, NOT_BUILT, one_line(error))
     try:
-        read_config(Checkpoint(folder).config)
+        config = read_config(Checkpoint(folder).config)
     except ValueError as error:
         return Outcome(model_type, REFUSED, reason_of(error))
     except Exception as error:  # a mistake
@@ -73,7 +73,7 @@ def check(model_type: str, folder: Path) -> Outcome:
         reason = f"{type(error).__name__}: {one_line(error)}"
     if reason:
         return Outcome(model_type, WRONG, reason)
-    return Outcome(model_type, NATIVE if model_type in FAMILIES else THEIRS)
+    return Outcome(model_type, NATIVE if isinstance(config, DecoderConfig) else THEIRS)
 
 
 def compare(folder: Path, oracle: Oracle, expected: torch.Tensor) -> str:

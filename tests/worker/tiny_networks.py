@@ -54,6 +54,7 @@ _ALSO: Mapping[str, dict[str, Any]] = {
     "lfm2": {"layer_types": _CONV_LAYERS},
     "lfm2_moe": {"layer_types": _CONV_LAYERS},
     "mamba2": {"expand": 1},
+    "zamba": {"attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 2 * HEAD_DIM},
 }
 """Layers of both kinds, where the defaults of a type have one, and sizes that depend on each other."""
 

@@ -49,11 +49,14 @@ def test_tokens_match_transformers_in_chunks_and_batches_after_recomputation_and
     assert compare(checkpoints[name], oracle, oracle.logprobs(PROMPT)) == ""
 
 
-@pytest.mark.parametrize("name", [DELTA, MAMBA, BOTH])
-def test_log_probabilities_in_bf16_have_the_same_bits_for_any_chunks(
-    name: str, checkpoints: Mapping[str, Path]
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(DELTA, torch.bfloat16), (MAMBA, torch.bfloat16), (BOTH, torch.bfloat16), (BOTH, torch.float32)],
+)
+def test_log_probabilities_have_the_same_bits_for_any_chunks(
+    name: str, dtype: torch.dtype, checkpoints: Mapping[str, Path]
 ) -> None:
-    runner = load_runner(checkpoints[name], dtype=torch.bfloat16)
+    runner = load_runner(checkpoints[name], dtype=dtype)
     expected = SteppedWorker(runner).prompt_logprobs([36])
     for chunk_lens in ([5, 1, 17, 13], [1] * 36):
         make_nan(runner.cache_engine.device_blocks)

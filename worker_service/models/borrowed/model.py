@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from kernels.backends import ops_for
 from worker_service.models.borrowed.attention import Softmax, rows, within
 from worker_service.models.borrowed.config import TransformersConfig
-from worker_service.models.borrowed.network import Body, Head, attention_of, build_network
+from worker_service.models.borrowed.network import Body, Head, attention_of, build_network, pack_linears
 from worker_service.models.borrowed.states import within_states
 from worker_service.models.borrowed.step_states import StepStates
 from worker_service.models.borrowed.weights import checkpoint_places
@@ -54,19 +54,29 @@ class TransformersModel:
         assert quantization == "none"
         assert not quantized
         self._head.pack()
+        if self.config.needs.states:  # products that depend on the batch would change all later states
+            pack_linears([*self._called_linears().values()])
 
     def allocate_adapters(self, num_slots: int, max_rank: int) -> dict[str, AdapterPlace]:
         """See `CausalModel.allocate_adapters`. Only linear layers that are called with all tokens can have adapters, so
         no experts."""
         places = {}
-        names = {id(module): name for name, module in self._network.named_modules()}
-        for module in self._body.module.modules():
-            name = names[id(module)]
-            if type(module) is nn.Linear and ".experts." not in name and name not in self.config.needs.uncalled:
-                linear = Linear(module.weight)
-                places[name] = AdapterPlace(linear.allocate_adapters([module.out_features], num_slots, max_rank), 0)
-                module.register_forward_hook(self._adding(linear))
+        for name, module in self._called_linears().items():
+            linear = Linear(module.weight)
+            places[name] = AdapterPlace(linear.allocate_adapters([module.out_features], num_slots, max_rank), 0)
+            linear.free()  # `pack` may replace the module's weight
+            module.register_forward_hook(self._adding(linear))
         return places
+
+    def _called_linears(self) -> dict[str, nn.Linear]:
+        """The linear layers that are called with all tokens, by name."""
+        names = {id(module): name for name, module in self._network.named_modules()}
+        uncalled = self.config.needs.uncalled
+        return {
+            name: module
+            for module in self._body.module.modules()
+            if type(module) is nn.Linear and ".experts." not in (name := names[id(module)]) and name not in uncalled
+        }
 
     def _adding(self, linear: Linear) -> Callable[[nn.Module, tuple[Tensor], Tensor], Tensor]:
         def add(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 head's product is float32; the network's own code caps and scales these logits."""
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -169,8 +170,31 @@ class PackedLinear(nn.Module):
         self._linear.pack()
 
     def forward(self, x: Tensor) -> Tensor:
-        product = self._linear(x.flatten(0, -2))
-        return product.view(*x.shape[:-1], product.shape[1])
+        return _multiply(self._linear, x)
+
+
+def pack_linears(layers: Sequence[nn.Linear]) -> None:
+    """Pack the weights of linear layers, whose products are then batch-invariant on CPUs, and free the originals. Their
+    places have the same shape, contain NaN, and take no memory."""
+    packed: dict[tuple[int, int], tuple[Linear, nn.Parameter]] = {}  # some layers share their weights
+    for layer in layers:
+        key = id(layer.weight), id(layer.bias)
+        if key not in packed:
+            nothing = torch.full((1, 1), torch.nan, dtype=layer.weight.dtype, device=layer.weight.device)
+            place = nn.Parameter(nothing.expand(layer.weight.shape), requires_grad=False)
+            packed[key] = Linear(layer.weight.detach(), layer.bias), place
+    for layer in layers:
+        linear, place = packed[id(layer.weight), id(layer.bias)]
+        layer.weight = place
+        layer.forward = partial(_multiply, linear)  # type: ignore[method-assign]
+    for linear, _ in packed.values():
+        linear.pack()
+
+
+def _multiply(linear: Linear, x: Tensor) -> Tensor:
+    rows = x.flatten(0, -2)
+    product = linear(rows if rows.stride(1) == 1 else rows.contiguous())
+    return product.view(*x.shape[:-1], product.shape[1])
 
 
 class _GivenBody(nn.Module):

@@ -202,8 +202,19 @@ def _scan(
 
 
 def _steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
+    """dt: [num_tokens, columns]. Returns float32."""
     dt = dt if bias is None else dt + bias.to(dt.dtype)
-    return (functional.softplus(dt) if softplus else dt).float()
+    if not softplus:
+        return dt.float()
+    # torch computes the last numbers of a tensor, fewer than two vectors, by other code with other roundings. With
+    # whole vectors in each row, a token's numbers do not depend on the number of tokens.
+    columns = dt.shape[1]
+    whole = functional.pad(dt, (0, -columns % _TWO_VECTORS))
+    return functional.softplus(whole)[:, :columns].float()
+
+
+_TWO_VECTORS = 64
+"""Numbers of 16 bits in two vectors of AVX-512."""
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
