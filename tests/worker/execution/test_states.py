@@ -28,7 +28,7 @@ from worker_service.session.step import LayerLimits
 from worker_service.settings import WorkerSettings
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="states are kept on CPUs only")
-DELTA, MAMBA, BOTH, LIGHTNING, TOKEN_BY_TOKEN = "qwen3_next", "mamba", "falcon_h1", "minimax", "zaya"
+DELTA, MAMBA, BOTH, LIGHTNING, TOKEN_BY_TOKEN = "olmo_hybrid", "mamba", "falcon_h1", "minimax", "zaya"
 
 
 @pytest.fixture(scope="module")
@@ -63,15 +63,15 @@ def test_log_probabilities_have_the_same_bits_for_any_chunks(
         assert torch.equal(SteppedWorker(runner).prompt_logprobs(chunk_lens), expected)
 
 
-GROUPED = replace(LIMITS, block_size=16, layer_groups=(LayerLimits(16, 0), LayerLimits(0, 0), LayerLimits(0, 0)))
-"""States of two layers are larger than 16 tokens of two layers with keys, so each has a group."""
+GROUPED = replace(LIMITS, block_size=8, layer_groups=(LayerLimits(8, 0), LayerLimits(0, 0), LayerLimits(0, 0)))
+"""States of two layers are larger than 8 tokens of two layers with keys, so each has a group."""
 
 
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
 def test_tokens_match_transformers_through_preemption_and_from_the_prefix_cache(
     checkpoints: Mapping[str, Path], mode: PreemptionMode
 ) -> None:
-    limits = replace(GROUPED, num_device_blocks=14, num_host_blocks=40)
+    limits = replace(GROUPED, num_device_blocks=24, num_host_blocks=40)
     scheduler = scheduler_of(limits, preemption_mode=mode, max_num_batched_tokens=16)
     worker = SteppedWorker(load_runner(checkpoints[DELTA], limits=limits), limits)
     oracle = Oracle(checkpoints[DELTA])
@@ -170,9 +170,9 @@ def test_a_worker_states_its_groups_and_counts_a_block_of_each_for_a_sequence(
 ) -> None:
     worker = load_worker(settings_of(checkpoints[DELTA]))
     info = decode_worker_info(encode_worker_info(worker.info, worker.limits, epoch=0))
-    assert [(group.block_size, group.window) for group in info.layer_groups] == [(16, 0), (0, 0), (0, 0)]
+    assert [(group.block_size, group.window) for group in info.layer_groups] == [(8, 0), (0, 0), (0, 0)]
     # One sequence's blocks, and room for states in the prefix cache.
-    assert (info.block_size, info.num_device_blocks) == (16, 128 // 16 + 2 + 2)
+    assert (info.block_size, info.num_device_blocks) == (8, 128 // 8 + 2 + 2)
     worker = load_worker(settings_of(checkpoints[MAMBA], max_model_len=10_000))
     assert worker.limits.layer_groups == (LayerLimits(0, 0),)
     assert (worker.limits.block_size, worker.limits.num_device_blocks) == (4, 2)
@@ -182,7 +182,7 @@ def test_a_worker_states_its_groups_and_counts_a_block_of_each_for_a_sequence(
     ("settings", "reason"),
     [
         ({"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager: layers of .* keep caches of"),
-        ({"max_num_batched_tokens": 15}, "--max-num-batched-tokens is 15; it must be at least 16, as many tokens as"),
+        ({"max_num_batched_tokens": 7}, "--max-num-batched-tokens is 7; it must be at least 8, as many tokens as"),
         (
             {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}'},
             "--speculative-config .* keeps states, which rejected drafts would have changed",
