@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from live_frames import CHUNKS, NEXT, SNAPSHOT, WORKER, Frame
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
 CHROMIUM = which("chromium")
@@ -23,63 +24,7 @@ POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
-Frame = dict[str, Any]
 
-WORKER = {
-    "state": "serving",
-    "device_blocks": 40,
-    "host_blocks": 8,
-    "free_device": 34,
-    "running": 1,
-    "swapped": 1,
-    "step_ms": 30.0,
-    "tokens_per_second": 55.0,
-    "losses": 0,
-    "preemptions": 1,
-    "error": "",
-}
-
-
-def request(state: str, **fields: Any) -> Frame:
-    return {
-        "tenant": "acme",
-        "priority": 0,
-        "adapter": "",
-        "arrived": 1.0,
-        "worker": "w1",
-        "prompt_tokens": 100,
-        "cached_tokens": 16,
-        "computed_tokens": 100,
-        "output_tokens": 7,
-        "state": state,
-        "preemptions": 0,
-        "recomputes": 0,
-        "moves": 0,
-        "place": None,
-        "reason": "",
-    } | fields
-
-
-SNAPSHOT: Frame = {
-    "snapshot": True,
-    "at": 2.0,
-    "workers": {"w1": WORKER},
-    "blocks": {"w1": {"device": [[0, "1112"], [10, "33"]], "host": [[5, "11"]]}},
-    "requests": {
-        "running": request("decode", tables={"0": [0, [0, 1, 3]]}),
-        "sharing": request("prefill", tables={"0": [0, [2, 3]]}),
-        "swapped": request("swapped", tables={"0": [0, [5, 6]]}),
-        "behind": request("waiting", worker=None, place=1, tenant="blue", reason="requests before it wait"),
-        "head": request("waiting", worker=None, place=0, priority=1, reason="it needs 7 blocks, and 3 are free"),
-    },
-    "totals": {"waiting": 2, "running": 2, "swapped": 1, "prompt_tokens": 500, "cached_tokens": 80}
-    | {"output_tokens": 20, "preemptions": 1, "losses": 0},
-    "events": [{"at": 1.5, "kind": "preempted", "text": "swapped preempted: its blocks were swapped to the host"}],
-}
-
-
-NEXT: Frame = {"snapshot": True, "at": 0.5, "workers": {"w1": WORKER}, "totals": {"running": 0, "waiting": 0}}
-"""Of the engine that follows: its clock begins anew, and it knows no request."""
 FULL = "64 pages show this server's work already"
 FEED: list[Frame | str | None] = [SNAPSHOT]
 """What the next connections get; None: no answer; a text: an error of the server. The last one stays."""
@@ -172,6 +117,7 @@ LIT = """([label, name]) => {
 def drawn(page: Any, name: str, expected: list[int], pool: str = "device") -> None:
     """Wait until the blocks in the colour of a swatch are these."""
     label = f"Blocks of the {pool} pool of worker w1"
+    page.wait_for_selector(f'canvas[aria-label="{label}"][data-columns]')
     for _ in range(100):
         if (found := page.evaluate(LIT, [label, name])) == expected:
             return
@@ -206,6 +152,16 @@ def test_a_requests_blocks_light_up_and_a_block_names_its_requests(page: Any) ->
         canvas.press("ArrowRight")
     playwright.expect(canvas).to_have_attribute("aria-valuetext", "block 3: shared by running, sharing")
     drawn(page, "lit", [0, 1, 2, 3])
+
+
+def test_maps_follow_the_colour_scheme_without_a_frame(page: Any) -> None:
+    show(page, SNAPSHOT)
+    drawn(page, "swapped", [5, 6], pool="host")
+    page.emulate_media(color_scheme="dark")
+    drawn(page, "swapped", [5, 6], pool="host")
+    page.evaluate("() => { document.documentElement.style.colorScheme = 'light'; }")
+    drawn(page, "swapped", [5, 6], pool="host")
+    page.emulate_media(color_scheme="light")
 
 
 def test_a_lost_worker_has_no_pool_and_its_requests_move(page: Any) -> None:
@@ -261,24 +217,6 @@ def test_bars_and_samples_are_bounded(page: Any) -> None:
         SNAPSHOT,
     )
     assert max(numbers) <= 601
-
-
-CHUNKS: list[Frame] = [
-    {
-        "from": start,
-        "frames": [
-            {
-                "step": step,
-                "at": step / 10,
-                "decisions": [f"decision of step {step}"],
-                "blocks": {"w1": {"device": [[0, "1" * step + "0" * (40 - step)]]}},
-            }
-            | ({"snapshot": True, "workers": {"w1": WORKER}, "totals": {}} if step == start else {})
-            for step in range(start, start + 10)
-        ],
-    }
-    for start in (1, 11, 21)
-]
 
 
 def test_a_step_of_a_recording_is_its_frames_applied_up_to_it(page: Any) -> None:

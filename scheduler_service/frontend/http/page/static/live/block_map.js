@@ -103,16 +103,28 @@ function palette(colours, someAreLit) {
   return all.map(([r, g, b]) => ((255 << 24) | (Math.round(b) << 16) | (Math.round(g) << 8) | Math.round(r)) >>> 0);
 }
 
-const COLOURS_MS = 1000; // a change of the colour scheme is seen after so long
-const colours = new WeakMap(); // legend -> {at, found: by name}
+let colours = new WeakMap(); // legend -> colours by name, until the colour scheme changes
+
+/** Tells when the colour scheme changes: the system's, or the page's choice, which is a style of the document. */
+const scheme = {
+  listeners: new Set(),
+  subscribe(listener) {
+    this.listeners.add(listener);
+    return () => this.listeners.delete(listener);
+  },
+};
+const renewColours = () => {
+  colours = new WeakMap();
+  for (const listener of scheme.listeners) listener();
+};
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", renewColours);
+new MutationObserver(renewColours).observe(document.documentElement, { attributeFilter: ["style"] });
 
 /** The colours of swatches as the style sheet and the colour scheme have them. */
 export function coloursOf(legend, names) {
-  let known = colours.get(legend);
-  if (!known || performance.now() - known.at > COLOURS_MS) colours.set(legend, (known = { at: performance.now(), found: {} }));
-  return names.map(
-    (name) => (known.found[name] ??= getComputedStyle(legend.querySelector(`.swatch-${name}`)).backgroundColor),
-  );
+  if (!colours.has(legend)) colours.set(legend, {});
+  const known = colours.get(legend);
+  return names.map((name) => (known[name] ??= getComputedStyle(legend.querySelector(`.swatch-${name}`)).backgroundColor));
 }
 
 function countsOf(states) {
@@ -146,7 +158,7 @@ function PoolMap({ world, worker, pool, focus, legend }) {
     map.draw(states(), lit, coloursOf(legend.current, [...SWATCHES[pool], "lit"]));
   };
   const matters = (frame) => frame.snapshot || frame.blocks?.[worker]?.[pool];
-  useDrawing([world, focus], number > MANY ? 5 : 10, draw, matters);
+  useDrawing([world, focus, scheme], number > MANY ? 5 : 10, draw, matters);
 
   const point = (at) => {
     setBlock(at);
