@@ -20,7 +20,7 @@ from bench.pictures.record import FOLDER, POOL, SONG, START_SECONDS, TEXT, start
 from pagewire_client import Client, SamplingParams
 from pagewire_client.local import ADMIN, HTTP, ServiceProcess
 
-WORKER = (POOL, "400", "--swap-space", "0.07", "--threads", "1")
+WORKER = (POOL, "240", "--swap-space", "0.07", "--threads", "1")
 SCHEDULER = ("--scheduling-policy", "priority", "--preemption-mode", "swap")
 NUM_REQUESTS = 40
 NUM_SWAPPED = 3
@@ -68,12 +68,12 @@ async def ask(client: Client, number: int) -> None:
     prompt = f"{number} " * (number % 3) + (TEXT * 2 + SONG * (number % 4) + f" Number {number}:")
     sampling = SamplingParams(max_tokens=100 + 40 * (number % 7), ignore_eos=True, seed=number)
     tenant, priority = ("blue", 0) if number % 5 == 0 else ("green", 1)
-    name = f"{tenant} {number + 1}"
-    async for _ in client.generate(prompt, sampling, request_id=name, tenant=tenant, priority=priority):
+    async for _ in client.generate(prompt, sampling, request_id=f"r{number + 1}", tenant=tenant, priority=priority):
         pass
 
 
 async def chat(page: Any, path: Path) -> None:
+    await page.get_by_label("temperature").fill("0.7")  # at the default of 0.2, all tokens are probable
     await page.get_by_label("seed").fill("3")
     await page.get_by_label("Question").fill(QUESTION)
     await page.get_by_label("Question").press("Enter")
@@ -91,7 +91,8 @@ async def load(page: Any, url: str, client: Client, worker: ServiceProcess, fold
     await page.screenshot(path=folder / "page-load.png", full_page=True)
     await page.emulate_media(color_scheme="dark")
     await rows.filter(has_text="swapped").get_by_role("button").first.click()
-    await asyncio.sleep(1.5)  # the colours of maps follow the scheme within a second
+    await page.evaluate("scrollTo(0, 0)")
+    await asyncio.sleep(1)
     await page.screenshot(path=folder / "page-swapped-dark.png")
     await page.emulate_media(color_scheme="light")
     worker.process.kill()
