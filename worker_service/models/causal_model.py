@@ -39,7 +39,7 @@ class GivenEmbeddings(NamedTuple):
     rows: Tensor
     """[number] int64: rows of the step, each at most once."""
     embeddings: Tensor
-    """[number, prompt_embeds_size] float32, scaled as the model's own embeddings are."""
+    """[number, prompt_embeds_size] float32, as in transformers' `inputs_embeds`."""
 
 
 Slots = Tensor | Sequence[Tensor]

@@ -289,9 +289,11 @@ class Decoder:
             rope: rotary_tables(positions, frequencies, rope.scale) for rope, frequencies in self._frequencies.items()
         }
         residual, delta = self._embedding(token_ids), None
+        if given is not None and self.config.scales_given:
+            residual[given.rows] = given.embeddings
         if self._embedding_scale != 1:
             residual *= self._embedding_scale
-        if given is not None:
+        if given is not None and not self.config.scales_given:
             residual[given.rows] = given.embeddings
         states: dict[int, Tensor] = {}
         places = by_layer(slots, attention, cache)

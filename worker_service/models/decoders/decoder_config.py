@@ -133,6 +133,8 @@ class DecoderConfig:
     norm_offset: float = 0.0
     """Number to add to all norms' weights."""
     embedding_scale: float = 1.0
+    scales_given: bool = False
+    """Whether embeddings that requests give are scaled, too (Granite; in Gemma, only those of tokens)."""
     residual_scale: float = 1.0
     """Factor on the outputs of both halves of a layer."""
     logit_divisor: float = 1.0

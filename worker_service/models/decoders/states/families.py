@@ -118,6 +118,7 @@ def read_granite_hybrid(json: ReadKeys) -> DecoderConfig:
         mixtures=[mixture] * num_layers,
         attention_scale=float(json.number("attention_multiplier", 1.0)),
         embedding_scale=float(json.number("embedding_multiplier", 1.0)),
+        scales_given=True,
         residual_scale=float(json.number("residual_multiplier", 1.0)),
         logit_divisor=float(json.number("logits_scaling", 1.0)),
         qkv_bias=attention_bias,
