@@ -88,8 +88,9 @@ class Body:
 
     @property
     def embeds_size(self) -> int:
-        """Elements of an embedding that a call takes in place of a token id; 0 if the network reads token ids alone."""
-        if "inputs_embeds" not in self._takes:
+        """Elements of an embedding that a call takes in place of a token id; 0 if layers read token ids, too (Gemma 3n
+        and 4)."""
+        if "inputs_embeds" not in self._takes or getattr(self.module.config, "hidden_size_per_layer_input", False):
             return 0
         return int(self.module.get_input_embeddings().weight.shape[1])
 
