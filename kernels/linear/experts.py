@@ -44,6 +44,10 @@ class Routing:
     num_groups: int = 1
     num_chosen_groups: int = 1
     """Groups from which a token's experts are chosen."""
+    has_bias: bool = True
+    """Whether a trained bias is added to sigmoids for the choice."""
+    least_sum: float = 1e-20
+    """Added to the sum by which weights are divided: all weights may be 0."""
 
     def __post_init__(self) -> None:
         size, rest = divmod(self.num_experts, self.num_groups)
@@ -59,12 +63,11 @@ class Routing:
             )
 
 
-def choose_by_groups(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+def choose_by_groups(scores: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     """The experts with the largest scores in the groups with the largest scores; among equals, the lowest number first.
 
-    logits: [num_tokens, num_experts] float32. bias: [num_experts] float32, added to scores for the choice but not to
-    weights; or None. Returns weights and experts as `choose_experts` does."""
-    scores = logits.sigmoid() if routing.is_sigmoid else logits.softmax(1)
+    scores: [num_tokens, num_experts] float32, sigmoids or the softmax of logits. bias: [num_experts] float32, added to
+    scores for the choice but not to weights; or None. Returns weights and experts as `choose_experts` does."""
     ranked = scores if bias is None else scores + bias
     if routing.num_groups > 1:
         grouped = ranked.view(-1, routing.num_groups, routing.num_experts // routing.num_groups)
@@ -75,7 +78,7 @@ def choose_by_groups(logits: Tensor, bias: Tensor | None, routing: Routing) -> t
     experts = ranked.sort(dim=1, descending=True, stable=True).indices[:, : routing.num_chosen]
     weights = scores.gather(1, experts)
     if routing.renormalise:
-        weights = weights / (weights.sum(1, keepdim=True) + 1e-20)  # as in DeepSeek's code: all weights may be 0
+        weights = weights / (weights.sum(1, keepdim=True) + routing.least_sum)
     return weights * routing.scale, experts
 
 

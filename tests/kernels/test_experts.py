@@ -47,7 +47,8 @@ def test_a_token_has_the_experts_of_its_best_groups(
     """Against one token and one group after the other. The bias, of V3 only, chooses and is in no weight."""
     routing = Routing(12, 2, is_sigmoid, is_sigmoid, 1.5, num_groups, num_chosen_groups)
     logits, bias = 2 * torch.randn(41, 12, generator=generator), torch.randn(12, generator=generator) / 4
-    weights, experts = choose_by_groups(logits, bias if is_sigmoid else None, routing)
+    given = logits.sigmoid() if is_sigmoid else logits.softmax(1)
+    weights, experts = choose_by_groups(given, bias if is_sigmoid else None, routing)
     for row, found, chosen in zip(logits.double(), weights, experts, strict=True):
         scores = row.sigmoid() if is_sigmoid else row.softmax(0)
         ranked = (scores + bias if is_sigmoid else scores).tolist()
@@ -59,7 +60,7 @@ def test_a_token_has_the_experts_of_its_best_groups(
         assert chosen.tolist() == expected
         shares = scores[expected]
         torch.testing.assert_close(found, 1.5 * (shares / shares.sum() if is_sigmoid else shares).float())
-    alone = choose_by_groups(logits[7:8], bias if is_sigmoid else None, routing)
+    alone = choose_by_groups(given[7:8], bias if is_sigmoid else None, routing)
     assert torch.equal(alone[0], weights[7:8])
     assert choose_by_groups(torch.zeros(3, 12), None, routing)[1].tolist() == [[0, 1]] * 3
 

@@ -20,7 +20,10 @@ TABLE = re.compile(r"(<!-- table of states -->\n).*?(<!-- end of states -->\n)",
 NUM_TOKENS = 8192
 BLOCK_SIZE = 16
 MODELS: Mapping[str, dict[str, Any]] = {
-    "Qwen3-Next 80B": {"model_type": "qwen3_next", "max_position_embeddings": 262_144},
+    "Qwen3-Next 80B": {
+        "model_type": "qwen3_next", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 16,
+        "max_position_embeddings": 262_144,
+    },
     "Qwen3.5 9B": {
         "model_type": "qwen3_5_text", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 16,
         "num_key_value_heads": 4, "head_dim": 256, "linear_num_value_heads": 32, "linear_num_key_heads": 16,
@@ -53,7 +56,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
 
 
 def needs(model: str) -> tuple[LayerNeeds, ...]:
-    config: Any = read_config(MODELS[model])
+    config: Any = read_config({"vocab_size": 1000} | MODELS[model])
     return needs_of(config, config.num_kv_heads)
 
 

@@ -47,7 +47,7 @@ SMALLER = {"sliding_window": 5, "max_window_layers": 1, "num_experts": 4, "num_l
            "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "shared_intermediate_size": 28,
            "shared_expert_intermediate_size": 20, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
            "linear_key_head_dim": 6, "linear_value_head_dim": 10, "mamba_n_heads": 4, "mamba_d_state": 12,
-           "mamba_expand": 2, "block_multiple_of": 8}  # fmt: skip
+           "mamba_expand": 2, "block_multiple_of": 8, "num_dense_layers": 1}  # fmt: skip
 """Where a family has these keys, so that its defaults say something in a small network."""
 TOKENS = torch.tensor([(7 * number * number + 3) % 61 for number in range(23)])
 LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention", "conv")
@@ -73,6 +73,8 @@ def keys_of_any() -> dict[str, dataclasses.Field[Any]]:
 
 def small(family: str) -> dict[str, Any]:
     found = {"model_type": family} | SMALL | {name: SMALLER[name] for name in SMALLER if name in fields_of(family)}
+    if family == "lfm2_moe":  # transformers makes no network without kinds
+        found["layer_types"] = ["conv", "full_attention", "conv"]
     return found | ({"num_key_value_heads": SMALL["num_attention_heads"]} if "kv_lora_rank" in found else {})
 
 
@@ -161,7 +163,7 @@ def theirs_of(json: dict[str, Any]) -> tuple[Any, Tensor] | None:
             is_norm = parameter.dim() == 1 and not name.endswith("bias")
             torch.nn.init.normal_(parameter, mean=float(is_norm), std=0.2)
         for name, buffer in network.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 torch.nn.init.normal_(buffer, std=0.2)
         with torch.inference_mode():
             logits = network(TOKENS[None], use_cache=False).logits[0].float()

@@ -67,6 +67,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "block_auto_adjust_ff_dim": False,
         "tie_word_embeddings": False,
     },
+    "lfm2_moe": {
+        "model_type": "lfm2_moe",
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_dense_layers": 1,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 28,
+        "routed_scaling_factor": 1.5,
+    },
     "qwen3_5_text": {"model_type": "qwen3_5_text", **DELTA, "attention_bias": True},
     "qwen3_5_moe_text": {"model_type": "qwen3_5_moe_text", **DELTA, **EXPERTS},
     "qwen3_next": {"model_type": "qwen3_next", **DELTA, **EXPERTS},
@@ -148,6 +157,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "position_embedding_type": "rope", "mamba_n_heads": 128,
     },
     "LFM2 350M": LFM2,
+    "LFM2 8B-A1B": {
+        "model_type": "lfm2_moe", "architectures": ["Lfm2MoeForCausalLM"], "conv_L_cache": 3, "conv_bias": False,
+        "intermediate_size": 96, "layer_types": ["conv", "conv", "full_attention", "conv"], "norm_eps": 1e-05,
+        "moe_intermediate_size": 32, "norm_topk_prob": True, "num_dense_layers": 2, "num_experts": 32,
+        "num_experts_per_tok": 4, "rope_theta": 1000000.0, "routed_scaling_factor": 1.0, "use_expert_bias": True,
+        "pad_token_id": 0,
+    },
     "Qwen3-Next 80B-A3B": QWEN | {
         "model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], "decoder_sparse_step": 1,
         "full_attention_interval": 4, "mlp_only_layers": [], "moe_intermediate_size": 32, "norm_topk_prob": True,
@@ -164,8 +180,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 KINDS = {
-    "Granite 4.0 H Tiny": "ssas", "Granite 4.0 Micro": "aaaa", "LFM2 350M": "ssas", "Qwen3-Next 80B-A3B": "sssa",
-    "Qwen3.5 9B's text": "sssa",
+    "Granite 4.0 H Tiny": "ssas", "Granite 4.0 Micro": "aaaa", "LFM2 350M": "ssas", "LFM2 8B-A1B": "ssas",
+    "Qwen3-Next 80B-A3B": "sssa", "Qwen3.5 9B's text": "sssa",
 }  # fmt: skip
 
 

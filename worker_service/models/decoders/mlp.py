@@ -114,7 +114,7 @@ class MixtureMlp:
             weight = torch.empty(1, config.hidden_size, dtype=dtype, device=device)
             self._shared_gate = Linear(weight, wide=True, batch_invariant=True, quantisable=False, ops=self._ops)
         self._bias: Tensor | None = None
-        if mixture.routing is not None and mixture.routing.is_sigmoid:
+        if (routing := mixture.routing) is not None and routing.is_sigmoid and routing.has_bias:
             self._bias = torch.empty(mixture.num_experts, device=device)  # float32, as the router's results
         allocate = partial(
             ExpertLinear, mixture.num_experts, dtype=dtype, device=device, biased=biased, deferred=deferred, ops=ops
@@ -148,7 +148,9 @@ class MixtureMlp:
     def __call__(self, x: Tensor, adapter_slots: Tensor | None) -> Tensor:
         """Returns float32."""
         if (routing := self._mixture.routing) is not None:
-            weights, experts = choose_by_groups(self._router(x), self._bias, routing)
+            logits = self._router(x)
+            scores = self._sigmoid(logits) if routing.is_sigmoid else logits.softmax(1)
+            weights, experts = choose_by_groups(scores, self._bias, routing)
         else:
             weights, experts = choose_experts(self._router(x), self._mixture.num_chosen, self._mixture.renormalise)
         rows = group_rows(experts, self._mixture.num_experts)
@@ -159,6 +161,9 @@ class MixtureMlp:
             return combined
         shared = self._shared(x, adapter_slots)
         if self._shared_gate is not None:
-            gate = self._shared_gate(x)
-            shared = shared * self._ops.gated_activation(torch.cat((gate, torch.ones_like(gate)), dim=1), "sigmoid")
+            shared = shared * self._sigmoid(self._shared_gate(x))
         return combined.add_(shared)
+
+    def _sigmoid(self, x: Tensor) -> Tensor:
+        """The kernels' sigmoid. torch's differs in the last bit at the end of a tensor, and so between batches."""
+        return self._ops.gated_activation(torch.cat((x, torch.ones_like(x)), dim=1), "sigmoid")

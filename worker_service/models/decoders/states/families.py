@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
+from kernels.linear.experts import Routing
 from worker_service.models.config.config_limits import MAX_EXPERTS, MAX_LAYERS
 from worker_service.models.config.rope import read_rope
 from worker_service.models.decoders.decoder_config import DecoderConfig, Mixture, MixtureNames
@@ -41,34 +42,67 @@ _QWEN_EXPERTS = MixtureNames("mlp.gate", "mlp.experts", gate="gate_proj", up="up
 def read_lfm2(json: ReadKeys) -> DecoderConfig:
     """Llama with normalised queries and keys, and short convolutions in place of most attention. (Liquid AI, 2025.)"""
     hidden_size, num_layers = read_size(json, "hidden_size"), num_layers_of(json)
-    taps, biased = _taps(json, "conv_L_cache", 3), json.boolean("conv_bias", False)
-    kinds = json.choices("layer_types", (*_ATTENTION, "conv"), num_layers)
-    if kinds is None:
+    if (is_attention := _lfm2_attends(json)) is None:
         attends = json.integers("full_attn_idxs", least=0, most=MAX_LAYERS)
         is_attention = [attends is None or number in attends for number in range(num_layers)]
     else:
         json.without_effect("full_attn_idxs")
-        is_attention = [kind in _ATTENTION for kind in kinds]
-    eps = float(json.number("norm_eps", 1e-5))
     json.neutral(
-        block_dim=hidden_size, conv_dim=hidden_size, conv_dim_out=hidden_size, block_norm_eps=eps, hidden_act="silu",
-        num_heads=json.plain.get("num_attention_heads"), block_use_swiglu=True, use_pos_enc=True,
+        block_dim=hidden_size, conv_dim=hidden_size, conv_dim_out=hidden_size, hidden_act="silu",
+        block_norm_eps=json.plain.get("norm_eps"), num_heads=json.plain.get("num_attention_heads"),
+        block_use_swiglu=True, use_pos_enc=True,
     )  # fmt: skip
     json.without_effect("block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init")
-    rope, mixer = read_rope(json, head_dim_of(json), 1_000_000.0), ShortConvolution(hidden_size, taps, biased)
-    tied = json.boolean("tie_word_embeddings", True)
+    return _read_lfm2(json, is_attention, intermediate_size=_lfm2_inner(json), renamed=_LFM2_NAMES)
+
+
+def read_lfm2_moe(json: ReadKeys) -> DecoderConfig:
+    """LFM2 with experts, whose scores are sigmoids, after some dense layers."""
+    if (is_attention := _lfm2_attends(json)) is None:
+        raise ValueError("layer_types is missing; it must say which layers are attention")
+    num_experts, num_chosen = read_size(json, "num_experts", 32), read_size(json, "num_experts_per_tok", 4)
+    renormalise, scale = json.boolean("norm_topk_prob", True), float(json.number("routed_scaling_factor", 1.0))
+    mixture = Mixture(
+        num_experts,
+        num_chosen,
+        read_size(json, "moe_intermediate_size", 1792),
+        renormalise,
+        MixtureNames("feed_forward.gate", "feed_forward.experts", gate="w1", up="w3", down="w2"),
+        Routing(
+            num_experts, num_chosen, True, renormalise, scale, has_bias=json.boolean("use_expert_bias", True),
+            least_sum=1e-6,
+        ),
+    )  # fmt: skip
+    num_dense = json.integer("num_dense_layers", 2, least=0)
+    return _read_lfm2(
+        json,
+        is_attention,
+        intermediate_size=read_size(json, "intermediate_size", 7168),
+        mixtures=[mixture if number >= num_dense else None for number in range(len(is_attention))],
+        renamed=(("feed_forward.gate.e_score_correction_bias", "feed_forward.expert_bias"), *_LFM2_NAMES),
+    )
+
+
+def _lfm2_attends(json: ReadKeys) -> list[bool] | None:
+    kinds = json.choices("layer_types", (*_ATTENTION, "conv"), num_layers_of(json))
+    return None if kinds is None else [kind in _ATTENTION for kind in kinds]
+
+
+def _read_lfm2(json: ReadKeys, is_attention: Sequence[bool], **options: Any) -> DecoderConfig:
+    taps, biased = _taps(json, "conv_L_cache", 3), json.boolean("conv_bias", False)
+    mixer = ShortConvolution(read_size(json, "hidden_size"), taps, biased)
+    rope, tied = read_rope(json, head_dim_of(json), 1_000_000.0), json.boolean("tie_word_embeddings", True)
     return read_layers(
         json,
         num_kv_heads=8,
         eps_name="norm_eps",
-        eps=eps,
+        eps=1e-5,
         activation="silu",
-        intermediate_size=_lfm2_inner(json),
         tied_embeddings=json.boolean("tie_embedding", tied),
         ropes=[rope if attends else None for attends in is_attention],
         mixers=[None if attends else mixer for attends in is_attention],
         qk_norm=True,
-        renamed=_LFM2_NAMES,
+        **options,
     )
 
 
@@ -249,6 +283,7 @@ def _taps(json: ReadKeys, name: str, default: int) -> int:
 FAMILIES_WITH_STATES: dict[str, Callable[[ReadKeys], DecoderConfig]] = {
     "granitemoehybrid": read_granite_hybrid,
     "lfm2": read_lfm2,
+    "lfm2_moe": read_lfm2_moe,
     "qwen3_5_moe_text": read_qwen3_5_moe,
     "qwen3_5_text": read_qwen3_5,
     "qwen3_next": read_qwen3_next,
