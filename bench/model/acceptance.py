@@ -25,7 +25,7 @@ from torch import Tensor
 
 from bench.model.speculation import edits
 from worker_service.execution.sampling.sampler import sample
-from worker_service.session.session import SequenceState
+from worker_service.session.sequence_state import SequenceState
 from worker_service.session.step import TOKENS, SamplingParams
 
 DRAWS = 32

@@ -21,7 +21,7 @@ from pagewire_client import Client, SamplingParams
 from pagewire_client.llm import collect
 from worker_service.execution.steps.model_runner import ModelRunner
 from worker_service.execution.steps.running_step import RunningStep
-from worker_service.session.session import ScheduledChunk
+from worker_service.session.sequence_state import ScheduledChunk
 from worker_service.session.step import SchedulerOutput
 
 PREFIX = "Everything that these requests say begins with the same nine blocks of it. "

@@ -8,7 +8,7 @@ from torch import Tensor
 from worker_helpers import tokens
 
 from worker_service.execution.worker import load_worker
-from worker_service.session.session import ScheduledChunk, SequenceState
+from worker_service.session.sequence_state import ScheduledChunk, SequenceState
 from worker_service.session.step import SamplingParams, SchedulerOutput
 from worker_service.settings import WorkerSettings
 

@@ -30,7 +30,8 @@ from worker_service.models.layer_needs import has_one_kind, needs_of
 from worker_service.models.layers.linear import Quantization
 from worker_service.models.registry import build_model, read_config
 from worker_service.parallel.ranks import ALONE, Ranks
-from worker_service.session.session import ScheduledChunk, Session
+from worker_service.session.sequence_state import ScheduledChunk
+from worker_service.session.session import Session
 from worker_service.session.step import (
     TOKENS,
     BlockMapping,

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from worker_service.execution.sampling.form_process import HEAD, Follower, Work
-from worker_service.session.session import SequenceState
+from worker_service.session.sequence_state import SequenceState
 from worker_service.session.step import TOKENS, Embeddings, Limits, NewSequence, PromptItem, SamplingParams
 
 LIMITS = Limits(

@@ -18,10 +18,12 @@ import structlog
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire_common.calls.errors import RequestError
 from worker_service.errors import FencingError, InvalidStepError, is_out_of_memory
-from worker_service.serving.codec import decode_scheduler_output, encode_model_output
+from worker_service.serving.codec.answers import encode_model_output
+from worker_service.serving.codec.steps import decode_scheduler_output
 from worker_service.serving.device_thread import Pending
 from worker_service.serving.traces import Stays
-from worker_service.session.session import NO_DRAFTS, ScheduledChunk, Session
+from worker_service.session.sequence_state import NO_DRAFTS, ScheduledChunk
+from worker_service.session.session import Session
 from worker_service.session.step import SchedulerOutput
 
 if TYPE_CHECKING:

@@ -59,7 +59,7 @@ def _follow(settings: WorkerSettings) -> None:
     from worker_service.parallel.ranks import BETWEEN_STEPS
 
     # These modules import torch, which takes a second.
-    from worker_service.serving.codec import decode_scheduler_output
+    from worker_service.serving.codec.steps import decode_scheduler_output
     from worker_service.serving.open_session import StepInFlight
     from worker_service.session.session import Session
 

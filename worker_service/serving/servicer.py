@@ -35,7 +35,7 @@ from worker_service.errors import DeviceLostError
 from worker_service.loading.tokenizer_files import read_pieces
 from worker_service.serving.adapter_calls import AdapterCalls
 from worker_service.serving.adapters import drop_adapter, load_adapter
-from worker_service.serving.codec import encode_worker_info
+from worker_service.serving.codec.answers import encode_worker_info
 from worker_service.serving.device_thread import DeviceThread
 from worker_service.serving.open_session import OpenSession
 from worker_service.serving.traces import Stays

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import structlog
 
-from worker_service.session.session import NO_DRAFTS, ScheduledChunk, SequenceState
+from worker_service.session.sequence_state import NO_DRAFTS, ScheduledChunk, SequenceState
 from worker_service.session.step import TOKENS, SchedulerOutput
 from worker_service.speculation.policy import (
     FIRST_CHANCE,

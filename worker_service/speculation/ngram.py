@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from worker_service.session.session import ScheduledChunk
+from worker_service.session.sequence_state import ScheduledChunk
 from worker_service.session.step import SchedulerOutput
 from worker_service.speculation.drafter import Beginning
 from worker_service.speculation.policy import StepCost

@@ -29,7 +29,7 @@ from worker_service.execution.worker import load_worker
 from worker_service.models.causal_model import CausalModel
 from worker_service.models.layers.linear import Linear
 from worker_service.parallel.ranks import Ranks
-from worker_service.session.session import ScheduledChunk
+from worker_service.session.sequence_state import ScheduledChunk
 from worker_service.session.step import BlockTableUpdate, SchedulerOutput
 from worker_service.settings import WorkerSettings
 

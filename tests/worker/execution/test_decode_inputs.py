@@ -9,7 +9,7 @@ from worker_helpers import tokens
 
 from worker_service.execution.steps.decode_inputs import DecodeInputs, bucket_sizes
 from worker_service.execution.steps.model_runner import build_batch
-from worker_service.session.session import ScheduledChunk, SequenceState
+from worker_service.session.sequence_state import ScheduledChunk, SequenceState
 from worker_service.session.step import SamplingParams
 
 BLOCK_SIZE, MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_TOKENS = 3, 30, 11, 4

@@ -17,7 +17,7 @@ from worker_helpers import state
 from pagewire_common.start_error import StartError
 from worker_service.execution.drafting.draft_model import DraftModel, with_vocabulary
 from worker_service.execution.worker import load_worker
-from worker_service.session.session import ScheduledChunk, SequenceState
+from worker_service.session.sequence_state import ScheduledChunk, SequenceState
 from worker_service.session.step import TOKENS, BlockMapping, ModelOutput, SchedulerOutput, StepTiming
 from worker_service.settings import WorkerSettings
 from worker_service.speculation.drafter import Beginning

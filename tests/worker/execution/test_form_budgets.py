@@ -22,7 +22,7 @@ from worker_helpers import state
 from worker_service.execution.sampling import form_progress, form_turns
 from worker_service.execution.sampling import forms as forms_module
 from worker_service.execution.sampling.forms import Forms
-from worker_service.session.session import ScheduledChunk, SequenceState
+from worker_service.session.sequence_state import ScheduledChunk, SequenceState
 
 END, VOCABULARY = 2, 259
 LIST = LLMatcher.grammar_from_lark('start: l\nl: i | i "," l\ni: /[0-9]/')

@@ -34,7 +34,7 @@ from worker_service.execution.sampling.form_masks import FormMasks
 from worker_service.execution.sampling.form_process import HEAD, MAX_KEPT, Follower, Work
 from worker_service.execution.sampling.forms import Forms
 from worker_service.execution.sampling.sampler import BARRED, sample
-from worker_service.session.session import ScheduledChunk, SequenceState
+from worker_service.session.sequence_state import ScheduledChunk, SequenceState
 from worker_service.session.step import SamplingParams
 
 END, VOCABULARY = 2, 259

@@ -16,7 +16,7 @@ from worker_service.execution.drafting.draft_model import DraftModel
 from worker_service.execution.sampling.sampler import sample
 from worker_service.execution.worker import load_worker
 from worker_service.models.decoders.eagle import EagleHead
-from worker_service.session.session import ScheduledChunk, SequenceState
+from worker_service.session.sequence_state import ScheduledChunk, SequenceState
 from worker_service.session.step import BlockMapping, SchedulerOutput
 from worker_service.settings import WorkerSettings
 from worker_service.speculation.drafter import Beginning

@@ -28,7 +28,8 @@ from worker_service.execution.cache.layer_groups import group_layers, page_bytes
 from worker_service.execution.worker import load_worker
 from worker_service.models.causal_model import GroupedCache
 from worker_service.models.layer_needs import LayerKeys, LayerStates, State
-from worker_service.serving.codec import decode_scheduler_output, encode_model_output, encode_worker_info
+from worker_service.serving.codec.answers import encode_model_output, encode_worker_info
+from worker_service.serving.codec.steps import decode_scheduler_output
 from worker_service.session.session import Session
 from worker_service.session.step import LayerLimits, Limits
 from worker_service.settings import WorkerSettings

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from worker_helpers import tokens
 
 from worker_service.execution.steps.model_runner import build_batch
-from worker_service.session.session import ScheduledChunk, SequenceState
+from worker_service.session.sequence_state import ScheduledChunk, SequenceState
 from worker_service.session.step import SamplingParams
 
 

@@ -20,7 +20,7 @@ from worker_service.models.decoders.decoder import Decoder
 from worker_service.models.decoders.families import read_decoder
 from worker_service.models.decoders.shard import Shard
 from worker_service.parallel.ranks import BETWEEN_STEPS, Ranks
-from worker_service.session.session import ScheduledChunk
+from worker_service.session.sequence_state import ScheduledChunk
 
 NETWORK = read_decoder(
     {

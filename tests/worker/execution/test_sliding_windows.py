@@ -17,7 +17,8 @@ from scheduler_service.core import (
 )
 from scheduler_service.wire.codec import decode_model_output, decode_worker_info, encode_scheduler_output
 from worker_service.execution.worker import load_worker
-from worker_service.serving.codec import decode_scheduler_output, encode_model_output, encode_worker_info
+from worker_service.serving.codec.answers import encode_model_output, encode_worker_info
+from worker_service.serving.codec.steps import decode_scheduler_output
 from worker_service.settings import WorkerSettings
 
 WINDOW = 6

@@ -22,8 +22,8 @@ from scheduler_service.wire.codec import decode_worker_info
 from worker_service.execution.worker import load_worker
 from worker_service.loading.checkpoint import Checkpoint
 from worker_service.models.config.text_part import text_part
-from worker_service.serving.codec import encode_worker_info
-from worker_service.session.session import ScheduledChunk, SequenceState
+from worker_service.serving.codec.answers import encode_worker_info
+from worker_service.session.sequence_state import ScheduledChunk, SequenceState
 from worker_service.session.step import LayerLimits
 from worker_service.settings import WorkerSettings
 

@@ -12,7 +12,7 @@ from pagewire_common.start_error import StartError
 from worker_service.execution.worker import Worker, load_worker
 from worker_service.loading.dummy_weights import DummyWeights
 from worker_service.models.registry import build_model, read_config
-from worker_service.session.session import ScheduledChunk
+from worker_service.session.sequence_state import ScheduledChunk
 from worker_service.session.step import SchedulerOutput
 from worker_service.settings import WorkerSettings
 

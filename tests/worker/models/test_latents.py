@@ -20,7 +20,7 @@ from worker_service.execution.startup.network import Network
 from worker_service.execution.worker import load_worker
 from worker_service.models.layers.latent_up import WithoutLatentUp
 from worker_service.parallel.ranks import ALONE
-from worker_service.session.session import ScheduledChunk
+from worker_service.session.sequence_state import ScheduledChunk
 from worker_service.session.step import SchedulerOutput
 from worker_service.speculation.drafter import Beginning
 

@@ -15,7 +15,7 @@ from pagewire_common.settings import load_settings
 from worker_service.execution.worker import load_worker
 from worker_service.loading.model_store import find_model
 from worker_service.models.layers.linear import can_pack
-from worker_service.session.session import ScheduledChunk, SequenceState
+from worker_service.session.sequence_state import ScheduledChunk, SequenceState
 from worker_service.session.step import SamplingParams, SchedulerOutput
 from worker_service.settings import WorkerSettings
 

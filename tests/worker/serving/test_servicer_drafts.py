@@ -13,7 +13,7 @@ from served_worker import PROMPT, Client, Service, prompt_step
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1 import sequence_group_pb2 as group_pb
 from worker_service.execution.worker import Worker
-from worker_service.session.session import ScheduledChunk
+from worker_service.session.sequence_state import ScheduledChunk
 from worker_service.session.step import TOKENS, SchedulerOutput
 from worker_service.speculation.drafter import Drafter
 

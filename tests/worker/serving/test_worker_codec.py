@@ -11,7 +11,8 @@ from worker_helpers import LIMITS
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1 import sequence_group_pb2 as group_pb
 from worker_service.errors import InvalidStepError
-from worker_service.serving.codec import decode_scheduler_output, encode_model_output
+from worker_service.serving.codec.answers import encode_model_output
+from worker_service.serving.codec.steps import decode_scheduler_output
 from worker_service.session.step import (
     ModelOutput,
     PoolingParams,

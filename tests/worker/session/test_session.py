@@ -7,7 +7,8 @@ import pytest
 from worker_helpers import LIMITS, new_sequence, tokens
 
 from worker_service.errors import FencingError, InvalidStepError
-from worker_service.session.session import NO_DRAFTS, ScheduledChunk, Session
+from worker_service.session.sequence_state import NO_DRAFTS, ScheduledChunk
+from worker_service.session.session import Session
 from worker_service.session.step import BlockTableUpdate, Fork, PoolingParams, PoolingType, SchedulerOutput
 
 

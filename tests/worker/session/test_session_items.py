@@ -9,7 +9,7 @@ from worker_helpers import LIMITS, embeddings_item, new_sequence, tokens
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire_client import PromptEmbeds
 from worker_service.errors import InvalidStepError
-from worker_service.serving.item_codec import decode_items
+from worker_service.serving.codec.items import decode_items
 from worker_service.session.session import Session
 from worker_service.session.step import Fork, NewSequence, PromptItem, SchedulerOutput
 

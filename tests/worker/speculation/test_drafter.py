@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from worker_helpers import state
 
-from worker_service.session.session import PLACEHOLDER, ScheduledChunk, SequenceState
+from worker_service.session.sequence_state import PLACEHOLDER, ScheduledChunk, SequenceState
 from worker_service.session.step import TOKENS, PoolingParams, PoolingType, SchedulerOutput
 from worker_service.speculation.drafter import Beginning, Drafter
 from worker_service.speculation.ngram import Ngrams

@@ -16,7 +16,7 @@ from worker_service.errors import InvalidStepError
 from worker_service.loading.adapter import Adapter
 from worker_service.models.causal_model import AdapterPlace, Loadable
 from worker_service.parallel.cut import UNCUT, Cut
-from worker_service.session.session import ScheduledChunk
+from worker_service.session.sequence_state import ScheduledChunk
 
 
 @dataclass(frozen=True)

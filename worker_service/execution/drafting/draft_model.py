@@ -20,7 +20,7 @@ from torch import Tensor
 from worker_service.execution.cache.cache_engine import CacheEngine
 from worker_service.models.causal_model import AdapterPlace, Attention, Cache, CausalModel, GivenEmbeddings, Slots
 from worker_service.models.layers.linear import NONE_QUANTIZED, Quantization, Quantized
-from worker_service.session.session import ScheduledChunk, SequenceState
+from worker_service.session.sequence_state import ScheduledChunk, SequenceState
 from worker_service.session.step import BlockMapping, ModelOutput, SchedulerOutput
 from worker_service.speculation.drafter import Beginning
 from worker_service.speculation.policy import StepCost

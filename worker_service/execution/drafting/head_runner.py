@@ -18,7 +18,7 @@ from worker_service.execution.sampling.sampler import sample
 from worker_service.execution.steps.model_runner import build_batch
 from worker_service.models.decoders.decoder import Decoder
 from worker_service.models.decoders.head_layer import Head
-from worker_service.session.session import ScheduledChunk, SequenceState
+from worker_service.session.sequence_state import ScheduledChunk, SequenceState
 from worker_service.session.step import TOKENS, ModelOutput, SamplingParams, SchedulerOutput, StepTiming
 from worker_service.wording import reason
 

@@ -21,7 +21,7 @@ from kernels.attention.narrow_cache import is_narrow, widened
 from pagewire_common.model_files.generation_config import GenerationConfig
 from pagewire_common.start_error import StartError
 from worker_service.errors import InvalidStepError
-from worker_service.session.session import ScheduledChunk, SequenceState
+from worker_service.session.sequence_state import ScheduledChunk, SequenceState
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from worker_service.session.session import SequenceState
+from worker_service.session.sequence_state import SequenceState
 
 
 class FoundMasks(NamedTuple):

@@ -49,7 +49,7 @@ from worker_service.execution.sampling.form_progress import FormedOutput, Progre
 from worker_service.execution.sampling.form_turns import WithRows
 from worker_service.loading.files.json_file import read_json
 from worker_service.loading.tokenizer_files import eos_token_id
-from worker_service.session.session import NO_DRAFTS, ScheduledChunk
+from worker_service.session.sequence_state import NO_DRAFTS, ScheduledChunk
 
 log = structlog.get_logger()
 

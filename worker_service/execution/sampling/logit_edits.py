@@ -17,7 +17,7 @@ from kernels.inputs import upload
 from kernels.sampling import logit_edits as kernel
 from worker_service.execution.sampling.form_masks import FormMasks
 from worker_service.execution.sampling.transcripts import edit_transcript
-from worker_service.session.session import SequenceState
+from worker_service.session.sequence_state import SequenceState
 from worker_service.session.step import TOKENS
 
 _Ids = npt.NDArray[np.int64]

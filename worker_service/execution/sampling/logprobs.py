@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels.inputs import upload
 from kernels.sampling.ops import sampling_ops_for
-from worker_service.session.session import SequenceState
+from worker_service.session.sequence_state import SequenceState
 from worker_service.session.step import SampleLogprobs
 
 _MIN = -9999.0

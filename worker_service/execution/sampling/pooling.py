@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from worker_service.errors import InvalidStepError
-from worker_service.session.session import ScheduledChunk
+from worker_service.session.sequence_state import ScheduledChunk
 from worker_service.session.step import PoolingParams, PoolingType, SequenceVectors
 
 Classify = Callable[[Tensor], Tensor]

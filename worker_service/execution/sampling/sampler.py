@@ -15,7 +15,7 @@ from kernels.sampling.noise import row_keys
 from kernels.sampling.ops import sampling_ops_for
 from worker_service.execution.sampling.form_masks import FormMasks
 from worker_service.execution.sampling.logit_edits import edit_logits
-from worker_service.session.session import SequenceState
+from worker_service.session.sequence_state import SequenceState
 
 FAILED = -1
 """The result for a row whose logits are not finite."""

@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from worker_service.session.session import SequenceState
+from worker_service.session.sequence_state import SequenceState
 from worker_service.session.step import TranscriptParams
 
 

@@ -12,7 +12,7 @@ from worker_service.execution.cache.cache_engine import CacheEngine, CacheShape
 from worker_service.execution.steps.encoder_decoder_runner import EncoderDecoderRunner
 from worker_service.execution.steps.model_runner import ModelRunner, Runner
 from worker_service.models.causal_model import CausalModel
-from worker_service.session.session import ScheduledChunk, SequenceState
+from worker_service.session.sequence_state import ScheduledChunk, SequenceState
 from worker_service.session.step import TOKENS, PoolingParams, PoolingType, SamplingParams, SchedulerOutput
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from worker_service.execution.steps.decode_inputs import DecodeInputs, UnseenTok
 from worker_service.models.causal_model import CausalModel, ModelConfig
 from worker_service.models.decoders.decoder_config import DecoderConfig
 from worker_service.progress import count_progress
-from worker_service.session.session import ScheduledChunk
+from worker_service.session.sequence_state import ScheduledChunk
 from worker_service.settings import WorkerSettings
 
 _PROMPT_ROWS = 256

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels.inputs import AttentionMetadata, SharedParts, upload
-from worker_service.session.session import PLACEHOLDER, ScheduledChunk
+from worker_service.session.sequence_state import PLACEHOLDER, ScheduledChunk
 from worker_service.session.step import TOKENS
 
 

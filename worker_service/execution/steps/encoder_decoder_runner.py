@@ -15,7 +15,7 @@ from worker_service.execution.sampling.forms import Forms
 from worker_service.execution.steps.model_runner import ModelRunner, build_batch
 from worker_service.execution.steps.running_step import RunningStep
 from worker_service.models.causal_model import CausalModel
-from worker_service.session.session import ScheduledChunk, SequenceState
+from worker_service.session.sequence_state import ScheduledChunk, SequenceState
 
 if TYPE_CHECKING:
     from worker_service.models.encoders.encoder_decoder import EncoderDecoder  # this import loads transformers

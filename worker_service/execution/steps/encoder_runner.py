@@ -11,7 +11,7 @@ from kernels.inputs import upload
 from worker_service.execution.sampling.pooling import pool_all
 from worker_service.execution.steps.model_runner import Runner
 from worker_service.execution.steps.running_step import RunningStep, StepClock
-from worker_service.session.session import ScheduledChunk
+from worker_service.session.sequence_state import ScheduledChunk
 from worker_service.session.step import SchedulerOutput
 
 if TYPE_CHECKING:

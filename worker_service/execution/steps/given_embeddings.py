@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels.inputs import upload
 from worker_service.models.causal_model import GivenEmbeddings
-from worker_service.session.session import ScheduledChunk
+from worker_service.session.sequence_state import ScheduledChunk
 from worker_service.session.step import Embeddings
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

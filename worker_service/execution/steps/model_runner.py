@@ -22,7 +22,7 @@ from worker_service.execution.steps.decode_graphs import DecodeGraphs
 from worker_service.execution.steps.given_embeddings import given_embeddings, has_given
 from worker_service.execution.steps.running_step import RunningStep, StepClock
 from worker_service.models.causal_model import Attention, CausalModel, GroupedCache, Slots
-from worker_service.session.session import ScheduledChunk, SequenceState
+from worker_service.session.sequence_state import ScheduledChunk, SequenceState
 from worker_service.session.step import ModelOutput, SampleLogprobs, SchedulerOutput
 
 _LOGPROB_ROWS = 256

@@ -12,7 +12,7 @@ from worker_service.execution.sampling.logprobs import sample_logprobs
 from worker_service.execution.sampling.pooling import encode
 from worker_service.execution.sampling.sampler import BARRED
 from worker_service.execution.steps.decode_inputs import UnseenTokens
-from worker_service.session.session import PLACEHOLDER, ScheduledChunk
+from worker_service.session.sequence_state import PLACEHOLDER, ScheduledChunk
 from worker_service.session.step import ModelOutput, SampleLogprobs, SequenceVectors, StepTiming
 
 

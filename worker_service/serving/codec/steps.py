@@ -1,36 +1,29 @@
-"""Converts between protobuf and the worker's types; no other file uses both. Decoding checks a step against the
-worker's limits, without the session's sequences. Afterwards, block numbers and token ids are safe as memory indices."""
+"""Decodes steps, and checks them against the worker's limits, without the session's sequences. Afterwards, numbers of
+blocks and token ids are safe as memory indices."""
 
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from ctypes import c_float
 from typing import Any
 
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1 import sequence_group_pb2 as group_pb
-from pagewire.v1.worker_service_pb2 import GetWorkerInfoResponse
 from pagewire_common.sampling import MAX_BIAS, NUMBERS
 from worker_service.errors import InvalidStepError
-from worker_service.serving.item_codec import decode_items
+from worker_service.serving.codec.blocks import decode_block_ids, decode_mapping, decode_table_update, decode_tables
+from worker_service.serving.codec.items import decode_items
 from worker_service.session.step import (
     TOKENS,
-    BlockMapping,
-    BlockTableUpdate,
     Fork,
     Limits,
-    ModelOutput,
     NewSequence,
     PoolingParams,
     PoolingType,
-    SampleLogprobs,
     SamplingParams,
     SchedulerOutput,
-    Tables,
     TranscriptParams,
-    WorkerInfo,
 )
 
-PROTOCOL_VERSION = 4
 TOKEN_BYTES = array(TOKENS).itemsize
 _PREFIX = "POOLING_TYPE_"
 
@@ -86,7 +79,7 @@ def decode_scheduler_output(message: pb.SchedulerOutput, limits: Limits) -> Sche
         sequence_ids=sequence_ids,
         num_scheduled_tokens=num_scheduled_tokens,
         samples=samples,
-        block_table_updates=tuple(_block_table_update(update, limits) for update in message.block_table_updates),
+        block_table_updates=tuple(decode_table_update(update, limits) for update in message.block_table_updates),
         forks=tuple(
             Fork(
                 fork.parent_sequence_id,
@@ -98,85 +91,15 @@ def decode_scheduler_output(message: pb.SchedulerOutput, limits: Limits) -> Sche
                 array(TOKENS, _token_ids("forks: token_ids", fork.token_ids, limits)),
                 tables[1:],
             )
-            for fork, tables in ((fork, _tables(fork, limits)) for fork in message.forks)
+            for fork, tables in ((fork, decode_tables(fork, limits)) for fork in message.forks)
         ),
-        blocks_to_swap_out=_block_mapping("blocks_to_swap_out", message.blocks_to_swap_out, device, host),
-        blocks_to_swap_in=_block_mapping("blocks_to_swap_in", message.blocks_to_swap_in, host, device),
-        blocks_to_copy=_block_mapping("blocks_to_copy", message.blocks_to_copy, device, device),
+        blocks_to_swap_out=decode_mapping("blocks_to_swap_out", message.blocks_to_swap_out, device, host),
+        blocks_to_swap_in=decode_mapping("blocks_to_swap_in", message.blocks_to_swap_in, host, device),
+        blocks_to_copy=decode_mapping("blocks_to_copy", message.blocks_to_copy, device, device),
         finished=tuple(message.finished),
         preempted=tuple(message.preempted),
         dropped_items=tuple(message.dropped_items),
         num_draft_tokens=num_draft_tokens,
-    )
-
-
-def encode_model_output(epoch: int, step_id: int, output: ModelOutput) -> pb.ModelOutput:
-    return pb.ModelOutput(
-        epoch=epoch,
-        step_id=step_id,
-        token_ids=output.token_ids,
-        num_tokens=output.num_tokens,
-        num_draft_tokens=output.num_draft_tokens,
-        num_draft_tokens_wanted=output.num_draft_tokens_wanted,
-        logprobs=[_encode_logprobs(logprobs) for logprobs in output.logprobs],
-        prompt_logprobs=[_encode_logprobs(logprobs) for logprobs in output.prompt_logprobs],
-        timing=pb.StepTiming(
-            move_us=output.timing.move_us,
-            forward_us=output.timing.forward_us,
-            sample_us=output.timing.sample_us,
-            guess_us=output.timing.guess_us,
-        ),
-        failed_sequence_ids=output.failed_sequence_ids,
-        barred_sequence_ids=output.barred_sequence_ids,
-        vectors=[pb.SequenceVectors(sequence_id=one.sequence_id, data=one.data) for one in output.vectors],
-    )
-
-
-def encode_worker_info(
-    info: WorkerInfo,
-    limits: Limits,
-    epoch: int,
-    *,
-    in_session: bool = False,
-    instance_id: str = "",
-    adapters: Sequence[str] = (),
-) -> GetWorkerInfoResponse:
-    """epoch: the newest session's. in_session: whether this session is open."""
-    return GetWorkerInfoResponse(
-        protocol_version=PROTOCOL_VERSION,
-        model_id=info.model_id,
-        model_fingerprint=info.model_fingerprint,
-        dtype=info.dtype,
-        device=info.device,
-        block_size=limits.block_size,
-        num_device_blocks=limits.num_device_blocks,
-        num_host_blocks=limits.num_host_blocks,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        max_num_seqs=limits.max_num_seqs,
-        max_model_len=limits.max_model_len,
-        vocabulary_size=limits.vocabulary_size,
-        features=info.features,
-        swap_bytes_per_second=info.swap_bytes_per_second,
-        prefill_tokens_per_second=info.prefill_tokens_per_second,
-        block_bytes=info.block_bytes,
-        epoch=epoch,
-        sliding_window=info.sliding_window,
-        in_session=in_session,
-        instance_id=instance_id,
-        num_speculative_tokens=limits.num_speculative_tokens,
-        max_loras=limits.max_loras,
-        adapters=adapters,
-        max_cpu_loras=limits.max_cpu_loras,
-        lora_copy_seconds=info.lora_copy_seconds,
-        embedding_size=limits.embedding_size,
-        pooling_type=f"{_PREFIX}{info.pooling_type.name}" if info.pooling_type else None,
-        normalizes=info.normalizes,
-        num_labels=limits.num_labels,
-        max_encoder_len=limits.max_encoder_len,
-        max_num_encoder_tokens=limits.max_num_encoder_tokens,
-        feature_bytes=limits.feature_bytes,
-        layer_groups=[pb.LayerGroup(**group._asdict()) for group in limits.layer_groups],
-        prompt_embeds_size=limits.prompt_embeds_size,
     )
 
 
@@ -189,7 +112,7 @@ def _new_sequence(message: pb.NewSequence, limits: Limits) -> NewSequence:
     num_tokens = len(message.token_ids)
     if not 1 <= message.num_prompt_tokens <= num_tokens:
         raise InvalidStepError(f"{where}: {message.num_prompt_tokens} prompt tokens of {num_tokens}")
-    block_ids, *further_tables = _tables(message, limits)
+    block_ids, *further_tables = decode_tables(message, limits)
     return NewSequence(
         message.sequence_id,
         array(TOKENS, _token_ids(f"{where}: token_ids", message.token_ids, limits)),
@@ -225,7 +148,7 @@ def _encoder_input(where: str, message: pb.NewSequence, limits: Limits) -> NewSe
         token_ids,
         given.num_tokens,
         message.num_computed_tokens,
-        _block_ids(message.block_ids, limits),
+        decode_block_ids(message.block_ids, limits),
         SamplingParams(),
         message.adapter_id,
         is_encoder=True,
@@ -318,65 +241,3 @@ def _token_ids(where: str, token_ids: Collection[int], limits: Limits) -> Collec
             f"{where}: token {max(token_ids)} is beyond the vocabulary of {limits.vocabulary_size} tokens"
         )
     return token_ids
-
-
-def _tables(message: pb.NewSequence | pb.Fork, limits: Limits) -> Tables:
-    """The block tables of a sequence in all groups of layers."""
-    num_tables = 1 + len(message.further_tables)
-    if num_tables != len(limits.block_sizes):
-        raise InvalidStepError(
-            f"further_tables: {num_tables} block tables of a sequence; the model has {len(limits.block_sizes)} groups "
-            "of layers"
-        )
-    tables = [message.block_ids, *(table.block_ids for table in message.further_tables)]
-    for group, table in enumerate(tables):
-        if limits.has_states(group) and len(table) != 1:
-            raise InvalidStepError(
-                f"block_ids: {len(table)} blocks in group {group} of layers, whose states are one block"
-            )
-    return tuple(_block_ids(table, limits) for table in tables)
-
-
-def _block_table_update(update: pb.BlockTableUpdate, limits: Limits) -> BlockTableUpdate:
-    if update.layer_group >= len(limits.block_sizes):
-        raise InvalidStepError(
-            f"layer_group: {update.layer_group}; the model has {len(limits.block_sizes)} groups of layers"
-        )
-    if limits.has_states(update.layer_group) and (update.start or len(update.block_ids) != 1):
-        raise InvalidStepError(
-            f"block_table_updates: {len(update.block_ids)} blocks from entry {update.start} on in group "
-            f"{update.layer_group} of layers, whose states are one block"
-        )
-    return BlockTableUpdate(
-        update.sequence_id, update.start, _block_ids(update.block_ids, limits), int(update.layer_group)
-    )
-
-
-def _block_ids(block_ids: Sequence[int], limits: Limits) -> "array[int]":
-    if block_ids and max(block_ids) >= limits.num_device_blocks:
-        raise InvalidStepError(
-            f"block_ids: block {max(block_ids)} is beyond the pool of {limits.num_device_blocks} device blocks"
-        )
-    return array(TOKENS, block_ids)
-
-
-def _block_mapping(where: str, message: pb.BlockMapping, num_sources: int, num_destinations: int) -> BlockMapping:
-    sources, destinations = tuple(message.sources), tuple(message.destinations)
-    if len(sources) != len(destinations):
-        raise InvalidStepError(f"{where}: {len(sources)} sources for {len(destinations)} destinations")
-    if len(set(destinations)) != len(destinations):
-        raise InvalidStepError(f"{where}: a destination appears twice")
-    for name, column, size in (("source", sources, num_sources), ("destination", destinations, num_destinations)):
-        if column and max(column) >= size:
-            raise InvalidStepError(f"{where}: {name} {max(column)} is beyond the pool of {size} blocks")
-    return BlockMapping(sources, destinations)
-
-
-def _encode_logprobs(logprobs: SampleLogprobs) -> pb.SampleLogprobs:
-    return pb.SampleLogprobs(
-        sequence_id=logprobs.sequence_id,
-        width=logprobs.width,
-        token_ids=logprobs.token_ids,
-        logprobs=logprobs.logprobs,
-        ranks=logprobs.ranks,
-    )

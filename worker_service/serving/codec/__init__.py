@@ -1,0 +1,1 @@
+"""Converts between protobuf and the worker's types; no other folder uses both."""
