@@ -27,6 +27,8 @@ ENCODERS = ("bert", "roberta", "xlm-roberta", "modernbert")
 """Families of encoders. Others need more inputs than tokens and positions."""
 
 ENCODER_DECODERS = ("t5", "bart", "whisper")
+DECODERS = ("bart", "whisper")
+"""Families of encoder-decoders whose decoders also generate alone, in transformers' code."""
 
 
 def read_config(json: Mapping[str, Any]) -> AnyConfig:
@@ -41,7 +43,7 @@ def read_config(json: Mapping[str, Any]) -> AnyConfig:
         from worker_service.models.encoders.encoder_config import EncoderConfig
 
         return EncoderConfig.from_json(json)
-    if family in ENCODER_DECODERS:
+    if family in ENCODER_DECODERS and not (json.get("is_encoder_decoder") is False and family in DECODERS):
         from worker_service.models.encoders.encoder_decoder_config import EncoderDecoderConfig
 
         return EncoderDecoderConfig.from_json(json)

@@ -214,6 +214,15 @@ NATIVE: dict[str, dict[str, Any]] = {
     },
 }
 BORROWED: dict[str, dict[str, Any]] = {
+    "bart's decoder": {
+        "model_type": "bart",
+        "is_encoder_decoder": False,
+        "is_decoder": True,
+        "d_model": 60,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 6,
+        "decoder_ffn_dim": 100,
+    },
     "bert as a decoder": {"model_type": "bert", "hidden_size": 60, "is_decoder": True},
     "bloom": {"model_type": "bloom", "hidden_size": 60},
     "cohere": {"model_type": "cohere", "logit_scale": 0.3},

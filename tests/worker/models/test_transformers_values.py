@@ -63,7 +63,6 @@ IMPOSSIBLE: list[tuple[str, str, Any]] = [
     *(("bert", "layer_norm_eps", value) for value in (nan, -1.0)),
     *(("bert", "is_encoder_decoder", value) for value in ("false", 1, True)),
     ("t5", "is_encoder_decoder", False),
-    ("bart", "is_encoder_decoder", False),
     *(("bert", "type_vocab_size", value) for value in (0, -1)),
     *(("t5", "layer_norm_epsilon", value) for value in (nan, -1.0)),
     *(("whisper", "encoder_ffn_dim", value) for value in (-1, "64")),

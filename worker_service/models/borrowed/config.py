@@ -16,7 +16,7 @@ from worker_service.models.config.transformers_json import parse
 from worker_service.models.config.transformers_keys import check_known, rope_parameters_of
 from worker_service.models.layer_needs import LayerNeeds
 
-_LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length")
+_LENGTHS = ("max_position_embeddings", "max_target_positions", "max_seq_len", "seq_length")
 """Names of the maximum sequence length; the first that is stated counts."""
 _WITH_STATES = {"conv", "hybrid", "hybrid_sliding", "linear_attention", "mlp", "moe"}
 """Types of layers with states, or without attention beside them."""
