@@ -1,5 +1,5 @@
-"""Operations on the states of sequences, in eager torch for every device, and the oracle of the tests: layers that keep
-a state of fixed size in place of keys and values.
+"""Operations on the states of sequences, in eager torch. Tests compare the kernels with them. Layers with states keep a
+state of fixed size in place of keys and values.
 
 A sequence has its state in one block, `metadata.block_tables[:, 0]`. Operations advance it in place by the query
 tokens, one after another. If the context begins with the query tokens, the state begins as zeros, whatever the block

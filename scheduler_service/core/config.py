@@ -37,7 +37,7 @@ class PhaseRule(enum.Enum):
 
 
 class LayerGroup(NamedTuple):
-    """Layers that hold cache alike. Each group has a block table of its own. All groups' blocks have the same number of
+    """Layers that need the same cache. Each group has a block table of its own. All groups' blocks have equally many
     bytes, and come from one pool."""
 
     block_size: int

@@ -1,4 +1,5 @@
-"""The items of prompts that a session has, by digest. The scheduler sends each item once, and says when to drop it."""
+"""The items of prompts that a session has, by digest. The scheduler says when to drop an item, and sends it again
+only after that."""
 
 from collections.abc import Iterable
 

@@ -341,7 +341,7 @@ class BlockManager:
         for known in self._num_known:
             known.pop(sequence.id, None)
         if self.states:
-            self.states.left(sequence)
+            self.states.outlive(sequence)
 
     def check(self) -> None:
         """Assert on both pools that free + held = total and that reference counts equal the tables."""

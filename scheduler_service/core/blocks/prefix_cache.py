@@ -69,7 +69,7 @@ _NOTHING_EXPECTED = PrefixLook(0, None, 0)
 class CachedPrefix(NamedTuple):
     num_tokens: int
     num_shared_tokens: int
-    """Tokens that would be cached if states were kept after each of them."""
+    """Length of the prefix that layers without states would find."""
     tables: list[list[int]]
     """A table for each group of layers; no later token attends to blocks `NO_BLOCK`."""
     blocks: SequenceOf[int]
@@ -201,8 +201,8 @@ class PrefixCache:
                         blocks.withdraw(found)
 
     def publish_states(self, sequence: Sequence, num_tokens: int, blocks: SequenceOf[int]) -> None:
-        """Publish a block of each group with states. They have the states after a sequence's first tokens, whose steps
-        must be answered."""
+        """Publish a block of each group with states. The blocks have the states after a sequence's first `num_tokens`
+        tokens. The worker must have answered the steps of these tokens."""
         index = num_tokens // self.block_size - 1
         keys = self.keys.leading(sequence, index + 1)
         pool = self._device if sequence.id in self._device.tables else self._host

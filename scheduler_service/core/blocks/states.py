@@ -5,8 +5,8 @@ token changes this block, so a cached prefix is found only where a block was kep
 
 - at the last block border of a prompt;
 - at the block border where other requests are known to continue differently, as in Marconi (Pan et al., 2025);
-- at block borders of an output, about `OUTPUT_SPACING` tokens apart, for the next turn of a conversation. Each replaces
-  the previous one.
+- at block borders of an output, every `OUTPUT_SPACING` tokens or at each border of larger blocks, for a conversation's
+  next turn. Newer states of an output replace older states.
 
 A chunk ends at a border where states will be kept. States are kept only if free blocks are left above the watermark. A
 waiting sequence can tell a running one to keep the states where the two divide, and waits for them.
@@ -22,7 +22,7 @@ from scheduler_service.core.blocks.tables import Tables
 from scheduler_service.core.groups.sequence import Sequence
 
 OUTPUT_SPACING = 64
-"""Tokens. At each border of 16 tokens, a step of 256 sequences would take 1.6 times as long to plan."""
+"""Tokens. If states were kept every 16 tokens, a step of 256 sequences would take 1.6 times as long to plan."""
 
 
 class StateBlocks:
@@ -38,10 +38,11 @@ class StateBlocks:
     ) -> None:
         self._device, self._cache, self._groups = device, cache, groups
         self._num_watermark_blocks = num_watermark_blocks
-        # Blocks that were found and left in the step that is being planned. Its swaps must not overwrite them before
-        # its copies.
+        # Found blocks that sequences left in this step. The step's swaps must not overwrite them before the step copies
+        # them.
         self._left: list[int] = []
-        # Kept blocks without a key yet: the tokens before them, which may be unknown until an answer, and the blocks.
+        # For each sequence: the number of tokens before its kept blocks, and the blocks. Their key waits until these
+        # tokens are known.
         self._kept: dict[Sequence, tuple[int, list[int]]] = {}
 
     def __bool__(self) -> bool:
@@ -99,7 +100,7 @@ class StateBlocks:
 
     def await_prefix(self, waiting: Sequence, computing: Iterable[tuple[Sequence, int]]) -> PrefixLook:
         """The longest prefix of a waiting sequence whose states will be kept by a running one. `computing`: sequences
-        that compute prompts, with their tokens at the end of the step as planned so far. One of them can be told to
+        that compute prompts, each with its number of computed tokens after this step. One of them can be told to
         keep states where the two divide."""
         end_of, leading = self._cache.keys.num_cacheable, self._cache.keys.leading  # copying keys would be slow
         keys, num_looked_up = leading(waiting, end_of(waiting)), 0
@@ -144,8 +145,8 @@ class StateBlocks:
         if sequence in self._kept:
             self._release(sequence, is_sound=is_sound)
 
-    def left(self, sequence: Sequence) -> None:
-        """After a sequence's blocks are free: let its last kept states be evicted no earlier than these blocks."""
+    def outlive(self, sequence: Sequence) -> None:
+        """Call after a sequence's blocks are freed. Its last kept states are then evicted no earlier than these."""
         num_tokens = sequence.num_kept_tokens or sequence.num_prompt_tokens - 1
         for block in self._cache.free_states(sequence, num_tokens):
             self._device.share(block)

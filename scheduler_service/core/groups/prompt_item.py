@@ -1,8 +1,8 @@
 """Parts of a prompt that are not text, such as embeddings.
 
 An item takes the place of `num_embeddings` tokens, whose ids in the prompt are `PLACEHOLDER`. Block keys contain the
-digests of items, so equal ids never find the blocks of other items. A worker receives an item's bytes once and keeps
-them while a sequence may need them.
+digests of items, so equal ids never find the blocks of other items. A worker receives an item again only
+after it has dropped it. It keeps the items of its sequences, and up to `KEPT_BYTES` of others.
 """
 
 from bisect import bisect_left
@@ -51,7 +51,7 @@ def key_of_items(items: Items, start: int, stop: int) -> bytes:
 
 
 class WorkerItems:
-    """The items that one worker has: those of groups on the worker, and later the least recently used are dropped."""
+    """The items that one worker has. Items without a group are kept, and the least recently used are dropped first."""
 
     def __init__(self, most_kept: int = KEPT_BYTES) -> None:
         self._most_kept = most_kept

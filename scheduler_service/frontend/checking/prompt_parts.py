@@ -58,7 +58,7 @@ async def encode_parts(message: pb.GenerateRequest, model: ServedModel) -> Promp
         _check_permission(model)
     built, num_bytes = PromptBuilder(model), 0
     for number, part in enumerate(parts):
-        match kind := part.WhichOneof("part"):
+        match part.WhichOneof("part"):
             case "text":
                 tokenizer = require_tokenizer(f"parts[{number}].text", model)
                 most = model.context_length
@@ -87,7 +87,7 @@ async def encode_parts(message: pb.GenerateRequest, model: ServedModel) -> Promp
                 )
                 built.add_item(digest, num_embeddings, data)
             case _:
-                invalid(f"parts[{number}] is empty; set one of text, token_ids or prompt_embeds, not {kind}")
+                invalid(f"parts[{number}] is empty; set one of text, token_ids or prompt_embeds")
     return built
 
 

@@ -36,8 +36,8 @@ def starcoder(make_checkpoint: Callable[..., Path]) -> Path:
         ({"model_type": "marian"}, "supported encoder-decoders are bart, t5 and whisper"),
         ({"model_type": "mt5"}, "supported encoder-decoders are bart, t5 and whisper"),
         ({"model_type": "electra"}, "it is made to fill gaps in text"),
-        ({"model_type": "recurrent_gemma"}, "it keeps a state other than keys and values"),
-        ({"model_type": "rwkv"}, "it keeps a state other than keys and values"),
+        ({"model_type": "recurrent_gemma"}, "it keeps states of a kind that is not supported"),
+        ({"model_type": "rwkv"}, "it keeps states of a kind that is not supported"),
         ({"model_type": "cpmant"}, "its attention is computed by code of its own: a bias of the shape"),
         (
             {"model_type": "gemma4_text", "per_layer_config": {"1": {"sliding_window": 9}}},

@@ -207,9 +207,11 @@ def test_a_worker_that_cannot_start_says_why(
 
 
 def test_an_unsupported_family_is_named(start: Any, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    (tmp_path / "config.json").write_text('{"model_type": "rwkv"}')
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "tokenizer.json").touch()
     status, sentence = start("--model", str(tmp_path)).end()
     assert status == 1
-    assert sentence.endswith("config.json: a model mamba is not supported: it keeps a state other than keys and values")
+    assert sentence.endswith(
+        "config.json: a model rwkv is not supported: it keeps states of a kind that is not supported"
+    )

@@ -35,7 +35,7 @@ class CacheShape:
     kv_parts: int = 2
     """1 if a head's key is also its value (see `kernels.reference`)."""
     state_dtype: torch.dtype = torch.float32
-    """The network's type, which states have that are not always float32."""
+    """The type of states that need not be float32: the network's."""
 
     @property
     def block_bytes(self) -> int:

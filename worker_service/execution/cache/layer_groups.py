@@ -1,4 +1,4 @@
-"""Divides a network's layers into groups that hold cache alike: keys and values of one size, of all tokens or of a
+"""Divides a network's layers into groups that need the same cache: keys and values of one size, of all tokens or of a
 window, or states.
 
 The blocks of all groups have the same number of bytes, so that one pool serves all. A group with fewer bytes a token
@@ -17,7 +17,7 @@ import torch
 from worker_service.models.layer_needs import LayerKeys, LayerNeeds, has_one_kind
 
 MAX_GROUPS = 8
-"""Groups of a model. Each costs a step's planning a block table."""
+"""Maximum number of groups. For each group, every step plans a block table."""
 MAX_SPAN = 256
 """Tokens. Prefixes are cached at multiples of a span, the least common multiple of the groups' blocks."""
 MAX_UNUSED = 0.1
@@ -25,7 +25,8 @@ MAX_UNUSED = 0.1
 MAX_UNUSED_WITHOUT_WINDOW = 0.05
 """Maximum unused share of blocks for layers without a window, which hold most blocks of long contexts."""
 MAX_SHARE = 0.9
-"""Memory of a long context with groups, as a share of the memory without. Above it, there are no groups."""
+"""Maximum share of a long context's memory that groups may need, compared with no groups. It applies if all layers have
+keys of one size."""
 _TYPICAL_LEN = 8192
 """Tokens of the sequence whose unused bytes are counted if layers have states."""
 _ALIGNMENT = 64
@@ -60,8 +61,8 @@ def group_layers(
     dtype: torch.dtype,
     cache_dtype: torch.dtype | None = None,
 ) -> tuple[LayerGroup, ...]:
-    """Groups without a window, with a window, and with states, in this order; () if all layers keep keys of one size
-    and groups would save no memory.
+    """Groups without a window, with a window, and with states, in this order; () if all layers have keys of one size
+    and groups would save less than a tenth of the memory.
 
     block_size: minimum tokens of a block in the group with most bytes a token. A window of `max_model_len` tokens or
     more counts as no window. cache_dtype: that of keys and values, if it is another. Raises ValueError if there are too
@@ -87,7 +88,7 @@ def page_bytes(groups: Sequence[LayerGroup]) -> int:
 
 
 def unused_share(groups: Sequence[LayerGroup], num_tokens: int) -> float:
-    """Share of the bytes of one sequence's blocks that keep nothing."""
+    """Share of unused bytes in the blocks of one sequence."""
     page, held, used = page_bytes(groups), 0, 0
     for group in groups:
         kept = min(num_tokens, group.window or num_tokens)
@@ -99,7 +100,7 @@ def unused_share(groups: Sequence[LayerGroup], num_tokens: int) -> float:
 def _kinds(
     layers: Sequence[LayerNeeds], max_model_len: int, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> tuple[list[LayerGroup], list[LayerGroup]]:
-    """The kinds of layers with keys, with blocks of one token, and those with states."""
+    """Groups of layers with keys, with one token in a block, and groups of layers with states."""
     found: defaultdict[tuple[LayerNeeds, bool, int], list[int]] = defaultdict(list)
     windows: dict[tuple[LayerNeeds, bool, int], int] = {}
     for number, needs in enumerate(layers):
@@ -157,8 +158,8 @@ def _tokens(smaller: LayerGroup, larger: LayerGroup, page: int, span: int) -> in
 def _with_states(
     keys: Sequence[LayerGroup], states: Sequence[LayerGroup], block_size: int, num_tokens: int
 ) -> tuple[LayerGroup, ...]:
-    """The groups with the smallest blocks that leave few bytes of a sequence of `num_tokens` tokens unused, or else
-    with the fewest unused bytes. Without keys, the fewest groups are best."""
+    """The groups with the smallest blocks that leave at most `MAX_UNUSED` of a sequence of `num_tokens` tokens unused.
+    If no layout does, the layout with the fewest unused bytes. Without keys, the fewest groups are best."""
 
     def cost(groups: tuple[LayerGroup, ...]) -> tuple[float, ...]:
         unused = unused_share(groups, num_tokens)
@@ -171,7 +172,7 @@ def _with_states(
 def _layouts(
     keys: Sequence[LayerGroup], states: Sequence[LayerGroup], block_size: int
 ) -> Iterator[tuple[LayerGroup, ...]]:
-    """Groups for every number of layers with states in a block."""
+    """The groups for each number of layers that share a block of states."""
     largest = max((kind.num_bytes for kind in keys), default=0)
     for kind in states:
         for num_layers in range(1, len(kind.layers) + 1):
@@ -186,7 +187,7 @@ def _layouts(
 
 
 def _divided(kind: LayerGroup, most: int) -> Iterator[LayerGroup]:
-    """Groups of equally many layers of one kind, at most `most`."""
+    """Groups of at most `most` layers of one kind; the last group may have fewer than the others."""
     num_groups = -(-len(kind.layers) // most)
     size = -(-len(kind.layers) // num_groups)
     for start in range(0, len(kind.layers), size):

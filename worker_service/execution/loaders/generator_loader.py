@@ -68,14 +68,14 @@ class GeneratorLoader(Loader):
         target, settings = self.target, self.settings
         reason, name = "", target.model_id
         if settings.disable_hybrid_kv_cache_manager:
-            reason = f"--disable-hybrid-kv-cache-manager: layers of {name} keep caches of different kinds"
+            reason = f"--disable-hybrid-kv-cache-manager: {name} needs groups of layers in the cache"
         elif target.device.type != "cpu":
-            reason = f"layers of {name} keep caches of different kinds, which CPUs support only: set --device cpu"
+            reason = f"{name} needs groups of layers in the cache, which are supported on CPUs only: set --device cpu"
         elif settings.speculation is not None and any(isinstance(layer, LayerStates) for layer in needs):
             reason = f"{settings.speculation.flag}: {name} keeps states, which rejected drafts would have changed"
         elif self._proposer_loader.shapes:
             assert settings.speculation is not None
-            reason = f"{settings.speculation.flag}: layers of {name} keep caches of different kinds"
+            reason = f"{settings.speculation.flag}: {name} needs groups of layers in the cache"
         else:
             try:
                 groups = group_layers(needs, settings.block_size, self.max_model_len, target.dtype, target.shape.dtype)
@@ -84,9 +84,7 @@ class GeneratorLoader(Loader):
             span, most = replace(target.shape, groups=groups).span, settings.max_num_batched_tokens
             if span <= most:
                 return groups
-            reason = (
-                f"--max-num-batched-tokens is {most}; it must be at least {span}, as many tokens as blocks of {name}"
-            )
+            reason = f"--max-num-batched-tokens is {most}; it must be at least {span}, the tokens of a block of {name}"
         if needs and not has_one_kind(needs):
             raise StartError(reason)
         return ()

@@ -125,7 +125,7 @@ def _why_not(network: Any, network_class: Any) -> str | None:
     if network.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(network, "is_decoder", None) is False:
         return "it is made to fill gaps in text (is_decoder is false)"
     if network_class._is_stateful and not has_states(network_class):
-        return "it keeps a state other than keys and values"
+        return "it keeps states of a kind that is not supported"
     text, known = network.get_text_config(decoder=True), {"chunked_attention", "full_attention", "sliding_attention"}
     if has_states(network_class):
         known |= _WITH_STATES

@@ -1,5 +1,5 @@
-"""Runs layers with states in transformers' code: its functions for convolutions, delta rules and scans continue from
-states of their arguments, and ours from the states of a step's sequences.
+"""Runs layers with states in transformers' code: its functions for convolutions, delta rules and scans get states as
+arguments, and ours read the states of a step's sequences.
 
 The functions are found by their names in the modules of the network's classes. Outside of `within_states` they are
 transformers' own. Layers with code of their own are listed in `_LAYERS`, or in `_TOKEN_BY_TOKEN` if their code is
@@ -19,7 +19,7 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 _OURS = "is_pagewires"
-"""Attribute of functions that are replaced already."""
+"""Attribute of our replacements, which are not replaced again."""
 
 
 class TokenStates(Protocol):
@@ -35,7 +35,7 @@ class States(Protocol):
     """The states of one forward pass. Each operation has the network's next state, in the order of its code."""
 
     def begin_layer(self, number: int) -> None:
-        """The next operations are a layer's. Called at least once for each layer with states."""
+        """The next operations are a layer's. Not called for layers that compute token by token."""
 
     def short_convolution(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor: ...
 

@@ -1,6 +1,6 @@
-"""Finds the KV cache's sizes of a network in transformers' code, and whether the network can run. The network runs once
-over two tokens, if possible on the meta device. Sizes are taken from computed tensors, because families name heads and
-layers differently in config.json."""
+"""Finds what cache each layer of a network in transformers' code needs, and whether the network can run. The
+network runs once over two tokens, if possible on the meta device. Sizes are taken from computed tensors, because
+families name heads and layers differently in config.json."""
 
 import copy
 from collections.abc import Collection, Iterator, Mapping
@@ -44,7 +44,7 @@ class Survey:
     first_position: int
     """See `Body.first_position`."""
     uncalled: frozenset[str]
-    """Names of linear layers whose weights the network's code multiplies itself. Adapters have no effect there."""
+    """Names of linear layers that the body does not call as modules. Adapters have no effect there."""
 
 
 class _Observer:
@@ -138,8 +138,8 @@ def survey(network_class: Any, config: Any) -> Survey:
     """Raises a ValueError with the reason if the network cannot run."""
     try:
         with torch.device("meta"), torch.inference_mode():
-            # "batched_mm" is the only implementation of experts that does not read tensors' values. In 16 bits, states
-            # that are always float32 are told apart.
+            # "batched_mm" is the only implementation of experts that does not read tensors' values. The network
+            # is bfloat16, so that a float32 state is one that is always float32.
             network = network_class._from_config(
                 _without_data(config),
                 attn_implementation=attention_of(network_class),
@@ -166,7 +166,7 @@ def survey(network_class: Any, config: Any) -> Survey:
         raise ValueError(f"its code does not run with our attention: {str(error) or type(error).__name__}") from error
     keys, states = observer.keys, [LayerStates(tuple(states)) for states in observer.layers.values() if states]
     if network_class._is_stateful and not states:
-        raise ValueError("it keeps a state other than keys and values")
+        raise ValueError("it keeps states of a kind that is not supported")
     has_slopes = bool(keys) and all(softmax.slopes is not None for softmax in observer.options)
     if keys and not (body.takes_positions or has_slopes):
         raise ValueError("its code takes no positions")
@@ -175,7 +175,7 @@ def survey(network_class: Any, config: Any) -> Survey:
     text = config.get_text_config(decoder=True)
     num_layers = getattr(text, "decoder_layers", text.num_hidden_layers) - _num_without_mixer(text)
     if (found := len(observer.readers) + len(states)) < num_layers:
-        raise ValueError(f"{found} of its {num_layers} layers use an attention that can be replaced")
+        raise ValueError(f"only {found} of its {num_layers} layers have attention or states that can be replaced")
     return Survey(
         tuple(keys),
         tuple(observer.readers),
@@ -216,7 +216,7 @@ def _zeros(tensor: Tensor) -> Tensor:
 
 def _refuse_convolutions(body: nn.Module) -> None:
     """Raise ValueError when a convolution runs that would compute a step's tokens as one sequence. Layers with states
-    do not call their convolutions, but functions with their weights."""
+    pass the weights of their convolutions to functions, so they run no convolution."""
 
     def refuse(*_: object) -> None:
         raise ValueError("it has convolutions, which need tokens outside a chunk")

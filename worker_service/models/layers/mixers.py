@@ -30,8 +30,8 @@ class DeltaNet:
     value_dim: int
     taps: int
     by_head: bool
-    """Whether the checkpoint has two projections, whose outputs are in order of the key heads (Qwen3-Next), and not one
-    for each of queries, keys and values together, gates, decays and betas (Qwen3.5)."""
+    """Whether the checkpoint has two input projections, with outputs by key head (Qwen3-Next). Otherwise it has four
+    (Qwen3.5)."""
 
     def __post_init__(self) -> None:
         if self.value_heads % self.key_heads:
@@ -72,7 +72,7 @@ class Mamba2:
 
     def __post_init__(self) -> None:
         if self.heads % self.groups:
-            raise ValueError(f"there are {self.heads} heads of Mamba-2 in {self.groups} groups, which must divide them")
+            raise ValueError(f"Mamba-2 has {self.heads} heads; the number of groups, {self.groups}, must divide it")
 
     @property
     def inner(self) -> int:

@@ -1,4 +1,4 @@
-"""Reads the config.json of families whose layers keep states, or attention in turn with such layers."""
+"""Reads the config.json of families whose layers keep states, or in which such layers alternate with attention."""
 
 from collections.abc import Callable, Sequence
 from math import inf
@@ -57,7 +57,7 @@ def read_lfm2(json: ReadKeys) -> DecoderConfig:
 
 
 def read_lfm2_moe(json: ReadKeys) -> DecoderConfig:
-    """LFM2 with experts, whose scores are sigmoids, after some dense layers."""
+    """LFM2 whose first layers are dense, and whose other layers have experts. Scores of experts are sigmoids."""
     if (is_attention := _lfm2_attends(json)) is None:
         raise ValueError("layer_types is missing; it must say which layers are attention")
     num_experts, num_chosen = read_size(json, "num_experts", 32), read_size(json, "num_experts_per_tok", 4)
@@ -172,8 +172,8 @@ def _mamba2(json: ReadKeys, hidden_size: int) -> Mamba2:
     head_dim = inner // heads if json.plain.get("mamba_d_head", "auto") == "auto" else json.integer("mamba_d_head")
     if head_dim * heads != inner:
         raise ValueError(
-            f"mamba_n_heads is {heads}, with mamba_d_head {head_dim}; both multiplied must be mamba_expand times "
-            f"hidden_size, which is {inner}"
+            f"mamba_n_heads is {heads}, with mamba_d_head {head_dim}; their product must be mamba_expand times "
+            f"hidden_size, {inner}"
         )
     return Mamba2(
         heads,

@@ -1,8 +1,8 @@
 """The first half of a decoder layer with states. `layer_cache` is the layer's states, in the order of the mixer's
 `needs`. A rank holds the whole half.
 
-Functions with exponentials are the kernels': torch computes those of a tensor's last elements by other instructions, so
-that a token's bits would depend on its batch."""
+Kernels compute all exponentials of a token's numbers. torch computes the last elements of a tensor by other
+instructions, so a token's bits would depend on its batch."""
 
 from functools import partial
 from typing import Any
@@ -67,7 +67,7 @@ class DeltaHalf:
         self._mixer, self._hidden, self._eps, self._ops = mixer, hidden, eps, ops
         allocate = partial(Linear.allocate, dtype=dtype, device=device, deferred=deferred, ops=ops)
         self._in = allocate(2 * (mixer.keys + mixer.values), hidden, False)
-        # Unquantised and float32, because states sum up what small differences of decays keep.
+        # Weights are never quantised, and the product is float32: errors of a decay add up in the state.
         rates = torch.empty(2 * mixer.value_heads, hidden, dtype=dtype, device=device)
         self._rates = Linear(rates, wide=True, quantisable=False, ops=ops)
         self._weight = torch.empty(2 * mixer.keys + mixer.values, mixer.taps, dtype=dtype, device=device)
