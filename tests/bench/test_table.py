@@ -12,7 +12,7 @@ from bench.__main__ import BENCHES, main
 
 ROOT = Path(__file__).parents[2]
 STARTED_BY_OTHERS = {"bench.__main__", "bench.fleet.raw_load", "bench.fleet.sleeping_workers",
-                     "bench.pictures.draw", "bench.pictures.record",
+                     "bench.pictures.draw", "bench.pictures.page", "bench.pictures.record",
                      "bench.systems.peer_vllm_scheduler"}  # fmt: skip
 
 

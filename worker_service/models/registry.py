@@ -33,10 +33,11 @@ DECODERS = ("bart", "whisper")
 
 def read_config(json: Mapping[str, Any]) -> AnyConfig:
     """Raises ValueError if the network is not supported."""
-    json = text_part(json)
     family = json.get("model_type")
     if family is not None and not isinstance(family, str):
         raise ValueError(f"model_type is {shown(family)}; it must be the name of a family")
+    json = text_part(json)
+    family = json.get("model_type")
     if family in FAMILIES:
         return read_decoder(json)
     if family in ENCODERS and json.get("is_decoder") is not True:

@@ -140,7 +140,8 @@ class Head:
 
     def __init__(self, network: Any, body: nn.Module) -> None:
         # The module around the body of a multimodal network may read embeddings, so it is replaced, too.
-        is_part = network.config.get_text_config(decoder=True) is not network.config
+        config = network.config
+        is_part = not config.is_encoder_decoder and config.get_text_config(decoder=True) is not config
         whole = network.base_model if is_part and network.base_model is not network else body
         self._network = _with_part(network, _path(network, whole), _GivenBody(whole))
         self._product: PackedLinear | None = None
