@@ -54,8 +54,10 @@ class Call:
 
     @property
     def most_embeds_bytes(self) -> int:
-        """Largest size of prompt_embeds in base64. Parsing a body of this size takes 8 ms."""
-        return min(MAX_EMBEDS_BYTES, self.service.link.request_limits().num_opaque_bytes) * 4 // 3
+        """Largest size of prompt_embeds in base64; 0 if requests may not have them. Parsing a body of this size takes
+        8 ms."""
+        model = self.service.link.loading.model
+        return MAX_EMBEDS_BYTES * 4 // 3 if model is not None and model.prompt_embeds_size else 0
 
     async def fields(self, kind: type[AnyFields], *, takes_embeds: bool = False) -> AnyFields:
         """Read and validate the JSON body. The body's memory stays reserved until the call ends. Raises HttpError.
