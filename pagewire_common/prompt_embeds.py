@@ -27,9 +27,9 @@ class EmbeddingsHeader(NamedTuple):
 
 def read_embeddings_header(data: bytes) -> EmbeddingsHeader:
     """Raises ValueError with the rest of a sentence that begins with the file's name."""
-    if data.startswith(_PICKLES):
-        raise ValueError("is a pickle, as torch.save writes, which could run code; send it as safetensors")
     length = int.from_bytes(data[:8], "little")
+    if length > MAX_HEADER_BYTES and data.startswith(_PICKLES):
+        raise ValueError("is a pickle, as torch.save writes, which could run code; send it as safetensors")
     begin = 8 + length
     if len(data) < 8 or begin > len(data):
         raise ValueError(f"has {len(data)} bytes and is no safetensors file")

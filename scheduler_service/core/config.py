@@ -13,6 +13,8 @@ MAX_BLOCKS = 2**22
 
 MAX_LAYER_GROUPS = 8
 """Each has a block table for every sequence."""
+MAX_GROUP_BLOCKS = 256
+"""Blocks of a group of layers in `block_size` tokens."""
 ANY_NUMBER = 1 << 62
 """Tokens that a block with states has room for."""
 
@@ -202,6 +204,11 @@ class SchedulerConfig:
                     raise ValueError(f"layer_groups has states with a window of {group.window} tokens")
             elif group.chunked and not group.window:
                 raise ValueError("layer_groups has chunks without a size (window)")
+            elif not self.block_size // MAX_GROUP_BLOCKS <= group.block_size:
+                raise ValueError(
+                    f"layer_groups has a block of {group.block_size} tokens; block_size ({self.block_size}) may be at "
+                    f"most {MAX_GROUP_BLOCKS} of them"
+                )
             elif group.block_size < 0 or group.window < 0 or self.block_size % group.block_size:
                 raise ValueError(
                     f"layer_groups has a block of {group.block_size} tokens and a window of {group.window}; block_size "

@@ -165,6 +165,7 @@ class Scheduler:
 
     def _keep_states(self, step: Step) -> None:
         """Keep states of the step's sequences for the prefix cache, with the blocks that are left."""
+        self.blocks.states.settle()
         for sequence in step.needy:
             step.state_copies += self.blocks.states.keep(sequence)
         for chunk in itertools.chain.from_iterable(step.chunks.values()):

@@ -194,12 +194,16 @@ class FakeWorker:
             if sequence.is_encoder:
                 self._store_encoder(self.mirrors[sequence.id], num_tokens)
             else:
-                self._store(self.mirrors[sequence.id], num_tokens, samples)
-                self._advance(self.mirrors[sequence.id], num_tokens - (sequence in late))
+                num_stored = num_tokens - (sequence in late and self.config.has_states)
+                self._store(self.mirrors[sequence.id], num_tokens, samples, num_stored)
+                self._advance(self.mirrors[sequence.id], num_stored)
         sampled: dict[Sequence, list[int]] = {}
         for sequence, num_tokens, samples in scheduled:
             if not sequence.is_encoder:
-                self._attend(mirror := self.mirrors[sequence.id], num_tokens)
+                mirror = self.mirrors[sequence.id]
+                num_skipped = int(sequence in late and self.config.has_states)
+                self._attend(mirror, num_tokens - num_skipped)
+                mirror.num_computed += num_skipped
                 if samples:
                     sampled[sequence] = self._sample(mirror, sequence in late)
         answer = ModelOutput(output.step_id, [token for tokens in sampled.values() for token in tokens])
@@ -254,7 +258,8 @@ class FakeWorker:
     def _encoded(self, mirror: Mirror) -> list[int]:
         return [extend(prefix_of(mirror.tokens, mirror.seed), position) for position in range(len(mirror.tokens))]
 
-    def _store(self, mirror: Mirror, num_tokens: int, samples: bool) -> None:
+    def _store(self, mirror: Mirror, num_tokens: int, samples: bool, num_stored: int) -> None:
+        """`num_stored`: with states, the last token of a late sequence is not stored."""
         end = mirror.num_computed + num_tokens
         assert end <= len(mirror.tokens)
         assert samples == (end == len(mirror.tokens))
@@ -264,7 +269,7 @@ class FakeWorker:
                 continue
             room = len(mirror.tables[number]) * group.block_size - self.config.num_lookahead_slots
             assert end <= room, "the block table is too short for the chunk and what may follow it"
-            for position in range(mirror.num_computed, end):
+            for position in range(mirror.num_computed, mirror.num_computed + num_stored):
                 self._write(mirror, number, position, prefixes[position])
 
     def _advance(self, mirror: Mirror, num_tokens: int) -> None:

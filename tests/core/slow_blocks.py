@@ -435,6 +435,10 @@ class SlowBlocks:
         """At the end of a step: those that were copied, and those with known tokens, which are found from now on."""
         left, self.left = self.left, []
         self.drop_blocks(left[::-1])
+        self.release_known()
+
+    def release_known(self) -> None:
+        """Release states whose tokens are known."""
         self.release_kept([one for one in self.kept if one[0].stored >= one[1] * self.config.block_size])
 
     def release_kept(self, kept: list[tuple[SlowSequence, int, list[Block]]], *, is_sound: bool = True) -> None:

@@ -130,6 +130,7 @@ class SlowScheduler(SlowBlocks):
         self.hand_out_rooms()
         num_kept = 0
         if self.has_states:
+            self.release_known()
             for sequence, _, _ in self.plan:
                 num_kept += self.keep_states(sequence) if sequence not in self.has_copied_states else 0
         self.num_kept = num_kept

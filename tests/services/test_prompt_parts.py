@@ -86,6 +86,8 @@ INVALID = {
     "a deep header": (request((4000).to_bytes(8, "little") + b"[" * 4000), "its header is not JSON"),
     "a zip archive": (request(b"PK\x03\x04rest"), "is a pickle, as torch.save writes"),
     "a pickle": (request(b"\x80\x04rest"), "is a pickle, as torch.save writes"),
+    # The length of this header begins with a pickle's first byte.
+    "128 bytes of header": (request(bytes([128, *bytes(7)]) + b"{}".ljust(128)), "has 0 tensors; it must have one"),
     "no tensor": (request(tensors(__metadata__={})), "has 0 tensors; it must have one"),
     "two tensors": (request(tensors(a=ONE, b=ONE)), "has 2 tensors; it must have one"),
     "no shape": (request(tensors(a={"dtype": "F32"})), "no dtype, shape and data_offsets"),

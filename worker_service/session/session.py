@@ -150,6 +150,11 @@ class Session:
                 f"sequence {fork.child_id} takes {fork.num_computed_tokens} computed tokens of sequence "
                 f"{fork.parent_id}, which has {parent.num_computed_tokens}"
             )
+        if any(item.embeddings is None and item.stop > fork.num_computed_tokens for item in parent.items):
+            raise InvalidStepError(
+                f"sequence {fork.child_id} takes {fork.num_computed_tokens} computed tokens of sequence "
+                f"{fork.parent_id}, and would read embeddings that this worker was not sent"
+            )
         self._insert(
             SequenceState(
                 fork.child_id,

@@ -10,48 +10,14 @@ window have the last ones, groups with states have the states after the prefix, 
 """
 
 import itertools
-from bisect import bisect_left
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
-from scheduler_service.core.blocks.allocator import BlockAllocator
+from scheduler_service.core.blocks.found_runs import FoundRuns
 from scheduler_service.core.blocks.keys import SequenceKeys, first_key
 from scheduler_service.core.blocks.tables import NO_BLOCK, Pool, TableSizes
 from scheduler_service.core.config import LayerGroup
 from scheduler_service.core.groups.sequence import EncoderSequence, Sequence, SequenceGroup
-
-
-class Run(NamedTuple):
-    end: int
-    """First index whose key finds no block."""
-    num_looked_up: int
-    """Keys that were looked up or compared."""
-
-
-class FoundRuns:
-    """The runs of cached blocks that were found in one step, so that an equal prefix is not looked up again.
-
-    If two prompts have the same key at one index, all earlier keys are equal, so bisection finds the common prefix.
-    """
-
-    def __init__(self, blocks: BlockAllocator) -> None:
-        self._blocks = blocks
-        self._num_lost = blocks.num_lost
-        self._runs: dict[bytes, tuple[SequenceOf[bytes], int]] = {}
-
-    def find(self, keys: SequenceOf[bytes], start: int, end: int) -> Run:
-        if self._num_lost != self._blocks.num_lost:
-            self._num_lost = self._blocks.num_lost
-            self._runs.clear()
-        if start >= end:
-            return Run(start, 0)
-        known, known_end = self._runs.get(keys[start], ((), start))
-        common = range(start, min(end, known_end))
-        begin = start + bisect_left(common, True, key=lambda place: keys[place] != known[place])
-        stop = self._blocks.end_of_run(keys, begin, end)
-        if stop > known_end:
-            self._runs[keys[start]] = keys, stop
-        return Run(stop, len(common).bit_length() + stop - begin + 1)
 
 
 class PrefixLook(NamedTuple):
@@ -96,6 +62,7 @@ class PrefixCache:
             [bytes([number, place]) for place in range(block_size // (group.block_size or block_size))]
             for number, group in enumerate(self._layers)
         ]
+        self._state_places: dict[bytes, int] = {}  # places in chains of keys with states, perhaps evicted
         self._stale: set[int] = set()  # ids of sequences that began before the last reset
         self._tags[0][-1] = b""
         tagged = [*zip(self._layers, self._tags, strict=True)]
@@ -211,6 +178,13 @@ class PrefixCache:
         parent = keys[index - 1] if index else first_key(sequence.group)
         for block, (_, (tag,)) in zip(blocks, self._states, strict=True):
             self._device.blocks.publish(block, keys[index] + tag, parent)
+        self._state_places[keys[index]] = index
+        if len(self._state_places) > 2 * self._device.blocks.num_blocks:
+            self._forget_evicted_states()
+
+    def _forget_evicted_states(self) -> None:
+        find, (_, (tag,)) = self._device.blocks.find, self._states[0]
+        self._state_places = {key: place for key, place in self._state_places.items() if find(key + tag) is not None}
 
     def free_states(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """The free cached blocks with the states after a sequence's first tokens."""
@@ -293,8 +267,10 @@ class PrefixCache:
             end = min(end, first // self.block_size)
         # Without windows, a shorter prefix needs no other blocks.
         end = shared = self._longest(keys, self._longest(keys, end, self._whole), self._recent)
-        if self._has_states:
-            end = self._longest(keys, shared, [*self._recent, *self._states])
+        while self._has_states:
+            with_states = self.last_states(keys, end)
+            if (end := self._longest(keys, with_states, self._recent)) == with_states:
+                break
         tables: list[list[int]] = []
         for layers, tags in zip(self._layers, self._tags, strict=True):
             if layers.has_states:
@@ -307,6 +283,18 @@ class PrefixCache:
         found_blocks = [block for table in tables for block in table if block != NO_BLOCK]
         return CachedPrefix(end * self.block_size, shared * self.block_size, tables, found_blocks)
 
+    def last_states(self, keys: SequenceOf[bytes], end: int) -> int:
+        """The largest number of keys, at most `end`, after which states are cached."""
+        find = self._device.blocks.find
+
+        def are_found(place: int) -> bool:
+            return all(find(keys[place] + tag) is not None for _, (tag,) in self._states)
+
+        if len(self._state_places) > end:
+            return next((place + 1 for place in range(end - 1, -1, -1) if are_found(place)), 0)
+        places = (place for key, place in self._state_places.items() if place < end and keys[place] == key)
+        return max((place + 1 for place in places if are_found(place)), default=0)
+
     def _longest(self, keys: SequenceOf[bytes], end: int, groups: SequenceOf[_TaggedGroup]) -> int:
         """The largest number of keys, at most `end`, after which tokens find all blocks that they need in `groups`."""
         while (missing := self._missing(keys, end, groups)) is not None:
@@ -318,8 +306,7 @@ class PrefixCache:
         none is lacking. A longer prefix than that key's would lack the block, too."""
         find = self._device.blocks.find
         for layers, tags in groups:
-            first = max(0, end - 1) if layers.has_states else layers.first_needed(end * self.block_size)
-            for place in range(first, end * len(tags)):
+            for place in range(layers.first_needed(end * self.block_size), end * len(tags)):
                 if find(keys[place // len(tags)] + tags[place % len(tags)]) is None:
                     return place // len(tags)
         return None

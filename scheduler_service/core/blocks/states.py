@@ -76,7 +76,8 @@ class StateBlocks:
             return []
         if self._device.num_free - len(blocks) < self._num_watermark_blocks:
             for block in blocks:
-                self._device.withdraw(block)
+                if self._device.ref_count(block) == 1:
+                    self._device.withdraw(block)
             return []
         for tables, known in self._groups:
             tables[sequence.id][0] = self._device.allocate()
@@ -103,7 +104,8 @@ class StateBlocks:
         that compute prompts, each with its number of computed tokens after this step. One of them can be told to
         keep states where the two divide."""
         end_of, leading = self._cache.keys.num_cacheable, self._cache.keys.leading  # copying keys would be slow
-        keys, num_looked_up = leading(waiting, end_of(waiting)), 0
+        num_looked_up = max(0, end_of(waiting) - len(waiting.block_keys))  # a hash takes longer than a lookup
+        keys = leading(waiting, end_of(waiting))
         longest, keeper = 0, None
         for other, num_planned in computing:
             others = leading(other, end_of(other))
@@ -112,8 +114,13 @@ class StateBlocks:
             num_looked_up += len(common).bit_length()
             if end > longest and self._will_keep(other, end * self._cache.block_size, num_planned):
                 longest, keeper = end, other
-        if keeper is None or longest * self._cache.block_size <= self._cache.cached(waiting).num_tokens:
+        if keeper is None:
             return PrefixLook(0, None, num_looked_up)
+        # Looking up all blocks of a prompt takes long, so the states come first.
+        if longest <= self._cache.last_states(keys, end_of(waiting)) and (
+            longest * self._cache.block_size <= self._cache.cached(waiting).num_tokens
+        ):
+            return PrefixLook(0, None, num_looked_up + longest)
         if _is_free(keeper):
             keeper.num_shared_tokens = longest * self._cache.block_size
         return PrefixLook(longest, keys[longest - 1], num_looked_up)
@@ -137,6 +144,10 @@ class StateBlocks:
         for block in self._left:
             self._device.free(block)
         self._left.clear()
+        self.settle()
+
+    def settle(self) -> None:
+        """Publish the kept blocks of known tokens."""
         for sequence in [one for one, (num_tokens, _) in self._kept.items() if one.num_stored_tokens >= num_tokens]:
             self._release(sequence)
 
@@ -151,6 +162,11 @@ class StateBlocks:
         for block in self._cache.free_states(sequence, num_tokens):
             self._device.share(block)
             self._device.free(block)
+
+    def late(self, sequence: Sequence) -> None:
+        """Forget states that a step in flight keeps: the late token has not changed them yet."""
+        if sequence in self._kept and self._kept[sequence][0] > sequence.num_stored_tokens:
+            self._release(sequence, is_sound=False)
 
     def forget_kept(self) -> None:
         """Free all kept blocks without publishing them."""

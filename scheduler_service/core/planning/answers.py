@@ -39,6 +39,7 @@ class Answers:
             if samples and token_id is None:  # late: the last token is computed again
                 sequence.num_stored_tokens -= 1
                 sequence.num_computed_tokens -= 1
+                self._blocks.states.late(sequence)
             if not sequence.is_encoder and (num_tokens > 1 or sequence.num_stored_tokens % block_size == 0):
                 self._blocks.cache.publish(sequence, sequence.num_stored_tokens)
             if sequence.is_encoder:

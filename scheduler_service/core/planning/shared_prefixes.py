@@ -12,7 +12,7 @@ most half of a step's sequences.
 import itertools
 from collections.abc import Iterator
 
-from scheduler_service.core.blocks.prefix_cache import FoundRuns
+from scheduler_service.core.blocks.found_runs import FoundRuns
 from scheduler_service.core.groups.records import PrefixWait
 from scheduler_service.core.groups.sequence import Sequence, SequenceGroup
 from scheduler_service.core.planning.step import Chunk, Step
@@ -36,6 +36,8 @@ class SharedPrefixes:
         sequence = chunk.sequence
         if chunk.num_tokens > 1 or sequence.is_encoder:
             num_tokens = min(sequence.num_computed_tokens + chunk.num_tokens, sequence.num_tokens)
+            if self._blocks.states and sequence.sampling.form:
+                num_tokens = min(num_tokens, sequence.num_tokens - 1)  # a late sequence's last token is not computed
             step.filled.update(self._blocks.cache.publish(sequence, num_tokens))
         if sequence.num_uncomputed_tokens > 1:
             self._blocks.cache.expect(sequence)

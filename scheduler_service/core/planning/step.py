@@ -12,7 +12,7 @@ The answer to the largest step, of 131,072 tokens and 8,192 sequences, takes at 
 log-probabilities takes at most 194 bytes, a beam less than 2 KB.
 """
 
-from scheduler_service.core.blocks.prefix_cache import FoundRuns
+from scheduler_service.core.blocks.found_runs import FoundRuns
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.groups.sampling_params import SamplingParams
 from scheduler_service.core.groups.sequence import EncoderSequence, Sequence, SequenceGroup

@@ -250,7 +250,8 @@ class WorkerGroups:
             f"the request's {group.num_seqs} sequence(s) of up to "
             f"{group.max_num_tokens(self._blocks.max_sequence_tokens)} tokens"
             f"{_with_encoder(group)} do not fit the worker, which has "
-            f"{config.num_device_blocks} blocks of {config.block_size} tokens and "
+            f"{config.num_device_blocks} blocks of {config.block_size} tokens"
+            f"{' or of the states of a sequence' if config.has_states else ''} and "
             f"{config.max_num_seqs} sequences; ask for fewer or shorter outputs"
         )
         self.finish(group, SequenceStatus.FINISHED_IGNORED, error)

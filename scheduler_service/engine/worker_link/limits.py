@@ -47,10 +47,14 @@ def _tokens_in(info: WorkerInfo, num_blocks: int, most: int) -> int:
 
 
 def _pool_tokens(info: WorkerInfo, num_blocks: int) -> int:
-    """Tokens that these blocks store in all layers, without freeing any behind a window."""
+    """Tokens that these blocks store in all layers, without freeing any behind a window. With states, one sequence at
+    least has them, too."""
     groups = layer_groups(info)
-    blocks_each = sum(info.block_size // group.block_size for group in groups if not group.has_states) or 1
-    return num_blocks // blocks_each * info.block_size
+    with_keys = [group for group in groups if not group.has_states]
+    if groups and not with_keys:
+        return num_blocks // len(groups) * info.max_model_len
+    blocks_each = sum(info.block_size // group.block_size for group in with_keys) or 1
+    return max(0, num_blocks - (len(groups) - len(with_keys))) // blocks_each * info.block_size
 
 
 def layer_groups(info: WorkerInfo) -> tuple[LayerGroup, ...]:

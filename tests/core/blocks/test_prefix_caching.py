@@ -14,7 +14,7 @@ from scheduler_service.core import (
     SequenceGroup,
 )
 from scheduler_service.core.blocks.allocator import BlockAllocator
-from scheduler_service.core.blocks.prefix_cache import FoundRuns
+from scheduler_service.core.blocks.found_runs import FoundRuns
 
 PROMPTS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=4)
 STEPS = st.lists(st.tuples(st.sampled_from(["look", "look", "look", "publish", "withdraw"]), st.integers(0, 99)))

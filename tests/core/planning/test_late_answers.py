@@ -1,6 +1,7 @@
 """A worker that still reads what an output has written in its form samples no token for it, and does so later."""
 
 from random import Random
+from unittest import mock
 
 import pytest
 from fake_worker import FakeWorker, reference_output
@@ -16,6 +17,8 @@ from scheduler_service.core import (
     SequenceGroup,
     SequenceStatus,
 )
+from scheduler_service.core.blocks import states
+from scheduler_service.core.config import LayerGroup
 
 
 @settings(deadline=None, max_examples=60)
@@ -96,3 +99,23 @@ def test_an_output_that_has_begun_forks_from_one_that_is_late(num_ahead: int, ou
     scheduler.add_request(group := SequenceGroup("resumed", range(6), sampling, output_token_ids=outputs))
     run_ahead(scheduler, FakeWorker(scheduler.config, reading=Random(1)), num_ahead)
     assert [sequence.num_output_tokens for sequence in group.sequences] == [9, 9]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 2**32).map(Random), st.integers(14, 40), st.integers(1, 4), st.booleans())
+def test_states_are_those_of_their_tokens_also_after_late_answers(
+    random: Random, num_blocks: int, max_in_flight: int, has_keys: bool
+) -> None:
+    """Each output is the prompt of the next request, which continues from the states that were kept."""
+    keys = [LayerGroup(4)] * has_keys
+    scheduler = make_scheduler(num_device_blocks=num_blocks, layer_groups=(*keys, LayerGroup(0)), max_model_len=60)
+    worker, tokens = FakeWorker(scheduler.config, reading=random), [*range(random.randint(1, 9))]
+    with mock.patch.object(states, "OUTPUT_SPACING", 4):
+        for number in range(4):
+            sampling = SamplingParams(max_tokens=random.randint(1, 11), form="a form")
+            group = SequenceGroup(str(number), tokens, sampling)
+            expected = reference_output(group, 0, scheduler.config.max_sequence_tokens)
+            scheduler.add_request(group)
+            run_ahead(scheduler, worker, max_in_flight)
+            assert output_of(group) == expected
+            tokens = tokens + expected

@@ -1,6 +1,8 @@
 """The rows of a step whose embeddings requests have given in place of token ids."""
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from worker_service.models.causal_model import GivenEmbeddings
 from worker_service.session.sequence_state import ScheduledChunk
 from worker_service.session.step import Embeddings
 
+_STOP = attrgetter("stop")
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -34,11 +37,14 @@ def given_embeddings(
 
 def _parts(chunk: ScheduledChunk) -> Iterator[tuple[Embeddings, int, int, int]]:
     """The embeddings of a chunk: each item's embeddings and first token, and the chunk's tokens [start, stop) in it."""
-    for item in chunk.sequence.items:
+    items = chunk.sequence.items
+    for place in range(bisect_right(items, chunk.start, key=_STOP), len(items)):
+        item = items[place]
+        if item.start >= chunk.stop:
+            break
         start, stop = max(chunk.start, item.start), min(chunk.stop, item.stop)
-        if start < stop:
-            assert item.embeddings is not None
-            yield item.embeddings, item.start, start, stop
+        assert item.embeddings is not None
+        yield item.embeddings, item.start, start, stop
 
 
 def _read(embeddings: Embeddings, start: int, stop: int) -> Tensor:
