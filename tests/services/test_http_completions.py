@@ -394,7 +394,8 @@ class _FakeService:
     def __init__(self, model: ServedModel, *, breaks: bool) -> None:
         self.writes = asyncio.Semaphore(0)
         self._model, self._breaks = model, breaks
-        self.link = SimpleNamespace(request_limits=lambda: RequestLimits(1 << 20))
+        loading = SimpleNamespace(model=model)
+        self.link = SimpleNamespace(request_limits=lambda: RequestLimits(1 << 20), loading=loading)
 
     async def model(self) -> ServedModel:
         return self._model

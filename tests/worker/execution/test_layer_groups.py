@@ -170,7 +170,7 @@ def test_a_worker_states_its_groups_and_counts_the_blocks_that_a_sequence_needs(
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ({"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager: layers of .* different kinds"),
+        ({"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager: .* needs groups of layers"),
         ({"max_num_batched_tokens": 7}, "--max-num-batched-tokens is 7; it must be at least 8"),
     ],
 )

@@ -181,8 +181,11 @@ def test_a_worker_states_its_groups_and_counts_a_block_of_each_for_a_sequence(
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager: layers of .* keep caches of"),
-        ({"max_num_batched_tokens": 7}, "--max-num-batched-tokens is 7; it must be at least 8, as many tokens as"),
+        ({"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager: .* needs groups of layers"),
+        (
+            {"max_num_batched_tokens": 7},
+            "--max-num-batched-tokens is 7; it must be at least 8, the tokens of a block of",
+        ),
         (
             {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}'},
             "--speculative-config .* keeps states, which rejected drafts would have changed",

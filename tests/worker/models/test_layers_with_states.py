@@ -195,8 +195,8 @@ def test_files_as_they_are_published_are_read(name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (GRANITE | {"mamba_d_head": 20}, "mamba_n_heads is 8, with mamba_d_head 20; .* hidden_size, which is 128"),
-        (GRANITE | {"mamba_n_groups": 3}, "8 heads of Mamba-2 in 3 groups"),
+        (GRANITE | {"mamba_d_head": 20}, "mamba_n_heads is 8, with mamba_d_head 20; .* hidden_size, 128"),
+        (GRANITE | {"mamba_n_groups": 3}, "Mamba-2 has 8 heads; the number of groups, 3, must divide it"),
         (GRANITE | {"time_step_limit": [0.0, 0.1]}, r"it says time_step_limit = \[0.0, 0.1\]"),
         (GRANITE | {"hidden_act": "gelu"}, "hidden_act is 'gelu'; it must be silu"),
         (GRANITE | {"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'; it must be nope or rope"),
