@@ -17,8 +17,8 @@ pagewire COMMAND --help lists a command's options; pagewire --version prints the
 
 
 def program() -> None:
-    """The installed program. Its child processes import what it imports: `python -m` alone would prefer packages of the
-    current folder, such as those of a checkout without kernels."""
+    """The installed program. Its child processes import the installed packages. Without PYTHONSAFEPATH, `python -m`
+    would prefer packages of the current folder, which may be a checkout without kernels."""
     os.environ["PYTHONSAFEPATH"] = "1"
     main()
 

@@ -52,5 +52,5 @@ def read_embeddings_header(data: bytes) -> EmbeddingsHeader:
         raise ValueError(f"has a tensor of shape {str(shape)[:64]}; it must be [number of tokens, size]")
     num_bytes = len(data) - begin
     if tensor["data_offsets"] != [0, num_bytes] or shape[0] * shape[1] * DTYPE_BYTES[dtype] != num_bytes:
-        raise ValueError(f"has {num_bytes} bytes behind its header, which are not those of its tensor")
+        raise ValueError(f"has {num_bytes} bytes after its header; its tensor has another size")
     return EmbeddingsHeader(dtype, shape[0], shape[1], begin)

@@ -47,7 +47,7 @@ class LayerGroup(NamedTuple):
     window: int = 0
     """Tokens that each token attends to, including itself (0: all)."""
     chunked: bool = False
-    """Whether each token attends to its own chunk of `window` tokens in place of the last `window` tokens."""
+    """Whether tokens attend to chunks. A chunk has `window` tokens, and each token attends to its own chunk only."""
 
     @property
     def has_states(self) -> bool:
@@ -204,7 +204,7 @@ class SchedulerConfig:
                     raise ValueError(f"layer_groups has states with a window of {group.window} tokens")
             elif group.chunked and not group.window:
                 raise ValueError("layer_groups has chunks without a size (window)")
-            elif not self.block_size // MAX_GROUP_BLOCKS <= group.block_size:
+            elif self.block_size > MAX_GROUP_BLOCKS * group.block_size:
                 raise ValueError(
                     f"layer_groups has a block of {group.block_size} tokens; block_size ({self.block_size}) may be at "
                     f"most {MAX_GROUP_BLOCKS} of them"

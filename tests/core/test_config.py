@@ -55,6 +55,10 @@ def test_a_pool_without_a_block_for_each_group_of_layers_is_refused() -> None:
     [
         ({"layer_groups": (LayerGroup(0), LayerGroup(4))}, "layer_groups has another order than full, window, states"),
         ({"layer_groups": (LayerGroup(4), LayerGroup(0, window=3))}, "layer_groups has states with a window of 3"),
+        (
+            {"block_size": 257, "max_num_batched_tokens": 300, "layer_groups": (LayerGroup(1),)},
+            r"a block of 1 tokens; block_size \(257\) may be at most 256 of them",
+        ),
         ({"layer_groups": (LayerGroup(0),), "num_lookahead_slots": 1}, "num_lookahead_slots is 1; with states it must"),
     ],
 )

@@ -100,8 +100,8 @@ INVALID = {
     "no token": (request(tensors(a=ONE | {"shape": [0, 8]})), "a tensor of shape"),
     "a negative size": (request(tensors(a=ONE | {"shape": [-3, -8]})), "a tensor of shape"),
     "true": (request(tensors(a=ONE | {"shape": [True, 24]})), "a tensor of shape"),
-    "another number of bytes": (request(tensors(a=ONE | {"shape": [4, 8]})), "has 96 bytes behind its header"),
-    "other offsets": (request(tensors(a=ONE | {"data_offsets": [1, 96]})), "has 96 bytes behind its header"),
+    "another number of bytes": (request(tensors(a=ONE | {"shape": [4, 8]})), "has 96 bytes after its header"),
+    "other offsets": (request(tensors(a=ONE | {"data_offsets": [1, 96]})), "has 96 bytes after its header"),
     "another size": (request(tensors(a=ONE | {"shape": [4, 6]})), "embeddings of 6 elements; this model's have 8"),
     **{
         f"{number} as {dtype.__name__}": (

@@ -89,7 +89,7 @@ class StateBlocks:
         return [*zip(blocks, self.blocks_of(sequence), strict=True)]
 
     def _belongs(self, sequence: Sequence, start: int) -> bool:
-        """Whether the states after `start` tokens belong in the cache."""
+        """Whether the cache should keep the states after the first `start` tokens."""
         if not start or start % self._cache.block_size or not self._cache.keys.caches(sequence):
             return False
         if start == sequence.num_shared_tokens:
@@ -126,7 +126,8 @@ class StateBlocks:
         return PrefixLook(longest, keys[longest - 1], num_looked_up)
 
     def _will_keep(self, sequence: Sequence, num_tokens: int, num_planned: int) -> bool:
-        """Whether a sequence will keep the states after `num_tokens` tokens, or can be told to."""
+        """Whether a sequence will keep the states after its first `num_tokens` tokens, or can still be told to keep
+        them."""
         if sequence in self._kept and self._kept[sequence][0] == num_tokens:
             return True
         if sequence.num_computed_tokens == num_tokens:
@@ -197,5 +198,5 @@ class StateBlocks:
 
 
 def _is_free(sequence: Sequence) -> bool:
-    """Whether a sequence will not keep states for others."""
+    """Whether a waiting sequence may choose where this sequence keeps states."""
     return not sequence.num_shared_tokens or sequence.num_shared_tokens < sequence.num_computed_tokens

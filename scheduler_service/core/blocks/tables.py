@@ -26,7 +26,7 @@ class TableSizes:
     max_chunk: int
     """Maximum number of tokens of a chunk, plus lookahead slots."""
     forks_early: bool = False
-    """Whether all followers compute the last prompt token themselves, because states are forked before it."""
+    """Whether followers fork before the last prompt token, as states require. Each follower computes this token."""
 
     def blocks_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size) if self.num_blocks else 0

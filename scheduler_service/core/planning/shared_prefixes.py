@@ -83,14 +83,14 @@ class SharedPrefixes:
         return False
 
     def _computing(self, step: Step) -> Iterator[tuple[Sequence, int]]:
-        """The sequences that compute prompts or keep states, with their tokens at the end of the step."""
-        planned = {c.sequence: c.num_tokens for chunks in step.chunks.values() for c in chunks}
+        """The sequences that compute prompts or keep states, with their numbers of computed tokens after the step."""
         prompts = (group.live[0] for group in step.prompts if group in self._groups.running)
         for sequence in dict.fromkeys(itertools.chain(self._blocks.states.keeping, prompts)):
             if sequence.id in self._blocks.tables and (
                 sequence.num_uncomputed_tokens > 1 or sequence in self._blocks.states.keeping
             ):
-                yield sequence, sequence.num_computed_tokens + planned.get(sequence, 0)
+                planned = [c.num_tokens for c in step.chunks.get(sequence.group, ()) if c.sequence is sequence]
+                yield sequence, sequence.num_computed_tokens + sum(planned)
 
     def _backlog(self) -> int:
         """Known tokens that running sequences have not computed yet."""

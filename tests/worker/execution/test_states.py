@@ -21,6 +21,8 @@ from scheduler_service.core import PreemptionMode, SamplingParams, SequenceGroup
 from scheduler_service.wire.codec import decode_worker_info
 from worker_service.execution.worker import load_worker
 from worker_service.loading.checkpoint import Checkpoint
+from worker_service.models.borrowed import states
+from worker_service.models.borrowed.step_states import StepStates
 from worker_service.models.config.text_part import text_part
 from worker_service.serving.codec.answers import encode_worker_info
 from worker_service.session.sequence_state import ScheduledChunk, SequenceState
@@ -140,6 +142,18 @@ class SlowForms:
 
     def late(self) -> Set[int]:
         return self._ids if self._step in self._late_steps else frozenset()
+
+
+def test_options_of_transformers_functions_that_no_kernel_knows_are_refused_by_name() -> None:
+    def causal_conv1d_fn(*_: object, **__: object) -> None: ...
+
+    convolve = states._dispatching(causal_conv1d_fn, states._convolve)
+    assert convolve(torch.ones(1, 2, 3), dilation=2) is None, "outside of a step, the function is transformers' own"
+    with (
+        states.within_states(StepStates([])),
+        pytest.raises(ValueError, match="its code passes dilation to causal_conv1d_fn, which is not supported"),
+    ):
+        convolve(torch.ones(1, 2, 3), torch.ones(2, 4), None, seq_idx=None, dilation=2)
 
 
 def test_late_masks_do_not_advance_states_twice(checkpoints: Mapping[str, Path]) -> None:

@@ -72,7 +72,7 @@ DATA = PromptEmbeds.of(torch.zeros(3, 8)).data
         (pb.PromptItem(start=7, num_embeddings=3, data=DATA), "ends at token 10, between token 0 and the prompt's 9"),
         (pb.PromptItem(start=7, num_embeddings=0), "ends at token 7"),
         (pb.PromptItem(num_embeddings=4, data=DATA), r"has the shape \(3, 8\) instead of \(4, 8\)"),
-        (pb.PromptItem(num_embeddings=3, data=DATA[:-1]), "bytes behind its header"),
+        (pb.PromptItem(num_embeddings=3, data=DATA[:-1]), "bytes after its header"),
         (pb.PromptItem(num_embeddings=3, data=b"PK\x03\x04"), "is a pickle"),
     ],
     ids=str,

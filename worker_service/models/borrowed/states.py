@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial, wraps
+from inspect import signature
 from typing import Any, Protocol
 
 import torch
@@ -130,7 +131,7 @@ class _TokenCache:
 
 
 def _convolve(
-    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: object
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
 ) -> Tensor:
     """hidden_states: [1, channels, num_tokens], also the result."""
     ours = "silu" if activation in ("silu", "swish") else None
@@ -148,7 +149,6 @@ def _apply_delta_rule(
     g: Tensor,
     beta: Tensor,
     use_qk_l2norm_in_kernel: bool = False,
-    **_: object,
 ) -> tuple[Tensor, Tensor]:
     """query, key: [1, num_tokens, key_heads, key_dim]; g: [1, num_tokens, heads] or [..., key_dim]. Returns [1,
     num_tokens, heads, value_dim], and no state."""
@@ -169,7 +169,6 @@ def _scan_chunks(
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
-    **_: object,
 ) -> Any:
     """Mamba-2. hidden_states: [1, num_tokens, heads, size], also the result; dt: [1, num_tokens, heads]; B, C: [1,
     num_tokens, groups, columns]."""
@@ -189,7 +188,6 @@ def _scan(
     delta_bias: Tensor | None = None,
     delta_softplus: bool = False,
     return_last_state: bool = False,
-    **_: object,
 ) -> Any:
     """Mamba. hidden_states, dt, z: [1, channels, num_tokens], also the result; A: [channels, columns]; B, C: [1,
     columns, num_tokens]."""
@@ -225,6 +223,10 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "mamba_selective_scan": _scan,
 }
 """Replacements of transformers' functions that compute any number of tokens."""
+_WITHOUT_EFFECT = frozenset(
+    {"chunk_size", "output_final_state", "position_embeddings", "use_associative_scan", "use_mambapy"}
+)
+"""Options of these functions that choose only how they compute, or that they do not read."""
 
 
 def _attend_lightning(layer: Any, hidden_states: Tensor, **_: object) -> tuple[Tensor, None]:
@@ -267,9 +269,16 @@ def replace_states(network: nn.Module) -> None:
 
 
 def _dispatching(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    known = signature(ours).parameters.keys()
+
     @wraps(theirs)
     def call(*arguments: Any, **options: Any) -> Any:
-        return (theirs if _states.get() is None else ours)(*arguments, **options)
+        if _states.get() is None:
+            return theirs(*arguments, **options)
+        given = {name: value for name, value in options.items() if value is not None and name not in _WITHOUT_EFFECT}
+        if unknown := given.keys() - known:
+            raise ValueError(f"its code passes {min(unknown)} to {theirs.__name__}, which is not supported")
+        return ours(*arguments, **given)
 
     setattr(call, _OURS, True)
     return call
