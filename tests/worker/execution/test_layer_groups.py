@@ -272,6 +272,15 @@ def test_states_are_divided_so_that_few_bytes_of_a_sequence_are_unused(model: st
     assert unused_share(groups, 8192) < 0.1
 
 
+def test_states_are_divided_further_if_a_block_would_have_more_tokens_than_a_step() -> None:
+    states = [LayerStates((State((3328, 3), False), State((48, 64, 128), True)))] * 9
+    without_limit, limited = (
+        group_layers([LayerKeys(4, 128), *states], 16, 2304, torch.bfloat16, max_span=most)[0].block_size
+        for most in (None, 2048)
+    )
+    assert limited <= 2048 < without_limit
+
+
 def test_states_of_a_block_are_views_of_their_types_that_do_not_overlap() -> None:
     layer = LayerStates((State((5, 3), False), State((2, 3, 4), True)))
     groups = group_layers([*keys([None, None]), layer, layer], 4, 100, torch.bfloat16)

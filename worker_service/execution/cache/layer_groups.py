@@ -60,18 +60,20 @@ def group_layers(
     max_model_len: int,
     dtype: torch.dtype,
     cache_dtype: torch.dtype | None = None,
+    max_span: int | None = None,
 ) -> tuple[LayerGroup, ...]:
     """Groups without a window, with a window, and with states, in this order; () if all layers have keys of one size
     and groups would save less than a tenth of the memory.
 
     block_size: minimum tokens of a block in the group with most bytes a token. A window of `max_model_len` tokens or
-    more counts as no window. cache_dtype: that of keys and values, if it is another. Raises ValueError if there are too
-    many kinds of layers."""
+    more counts as no window. cache_dtype: that of keys and values, if it is another. max_span: tokens of the largest
+    step. With states, a layout exceeds it only if every layout does. Raises ValueError if there are too many kinds of
+    layers."""
     keys, states = _kinds(layers, max_model_len, dtype, cache_dtype or dtype)
     if len(keys) + len(states) > MAX_GROUPS:
         raise ValueError(f"its layers have caches of {len(keys) + len(states)} kinds, and {MAX_GROUPS} are supported")
     if states:
-        return _with_states(keys, states, block_size, min(max_model_len, _TYPICAL_LEN))
+        return _with_states(keys, states, block_size, min(max_model_len, _TYPICAL_LEN), max_span)
     if len(keys) <= 1:
         return ()
     groups = _sized(keys, block_size)
@@ -156,15 +158,18 @@ def _tokens(smaller: LayerGroup, larger: LayerGroup, page: int, span: int) -> in
 
 
 def _with_states(
-    keys: Sequence[LayerGroup], states: Sequence[LayerGroup], block_size: int, num_tokens: int
+    keys: Sequence[LayerGroup], states: Sequence[LayerGroup], block_size: int, num_tokens: int, max_span: int | None
 ) -> tuple[LayerGroup, ...]:
     """The groups with the smallest blocks that leave at most `MAX_UNUSED` of a sequence of `num_tokens` tokens unused.
-    If no layout does, the layout with the fewest unused bytes. Without keys, the fewest groups are best."""
+    If no layout does, the layout with the fewest unused bytes. Layouts with a span of at most `max_span` come first.
+    Without keys, the fewest groups are best."""
 
     def cost(groups: tuple[LayerGroup, ...]) -> tuple[float, ...]:
         unused = unused_share(groups, num_tokens)
         size = page_bytes(groups) if keys else 0
-        return (max(unused, MAX_UNUSED), size, len(groups), unused)
+        span = lcm(*(group.block_size for group in groups if group.block_size))
+        excess = 0 if max_span is None else max(0, span - max_span)
+        return (excess, max(unused, MAX_UNUSED), size, len(groups), unused)
 
     return min(_layouts(keys, states, block_size), key=cost)
 

@@ -65,7 +65,7 @@ class GeneratorLoader(Loader):
         """The groups of layers in the KV cache. CUDA graphs and networks that draft have one block table for each
         sequence. A step has room for the span of the groups' blocks. Raises StartError if the layers' needs differ and
         the settings exclude groups."""
-        target, settings = self.target, self.settings
+        target, settings, most = self.target, self.settings, self.settings.max_num_batched_tokens
         reason, name = "", target.model_id
         if settings.disable_hybrid_kv_cache_manager:
             reason = f"--disable-hybrid-kv-cache-manager: {name} needs groups of layers in the cache"
@@ -78,10 +78,12 @@ class GeneratorLoader(Loader):
             reason = f"{settings.speculation.flag}: {name} needs groups of layers in the cache"
         else:
             try:
-                groups = group_layers(needs, settings.block_size, self.max_model_len, target.dtype, target.shape.dtype)
+                groups = group_layers(
+                    needs, settings.block_size, self.max_model_len, target.dtype, target.shape.dtype, most
+                )
             except ValueError as error:
                 raise StartError(f"{name} is not supported: {error}") from error
-            span, most = replace(target.shape, groups=groups).span, settings.max_num_batched_tokens
+            span = replace(target.shape, groups=groups).span
             if span <= most:
                 return groups
             reason = f"--max-num-batched-tokens is {most}; it must be at least {span}, the tokens of a block of {name}"
