@@ -1,0 +1,110 @@
+"""Finds out how a model reads images, from the files in its folder."""
+
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from pagewire_common.images.idefics import idefics_layouts
+from pagewire_common.images.internvl import internvl_layouts
+from pagewire_common.images.layout import ImageLayouts
+from pagewire_common.images.llava import llava_layouts
+from pagewire_common.images.model_images import Encode, ModelImages
+from pagewire_common.images.pixtral import pixtral_layouts
+from pagewire_common.images.qwen import qwen_layouts
+from pagewire_common.images.settings import Settings
+from pagewire_common.model_files.json_text import loads
+from pagewire_common.model_files.shown import shown
+from pagewire_common.model_files.tokenizer_config import TokenizerConfig
+
+FILES = ("preprocessor_config.json", "processor_config.json")
+"""The files of a model's folder that are read besides config.json and the tokenizer's."""
+
+_FAMILIES: Mapping[str, Callable[[ModelImages], ImageLayouts]] = {
+    "idefics3": idefics_layouts,
+    "internvl": internvl_layouts,
+    "llava": llava_layouts,
+    "mistral3": partial(pixtral_layouts, image_token_id=10),
+    "qwen2_vl": partial(qwen_layouts, patch_size=14, image_token_id=151655),
+    "qwen2_5_vl": partial(qwen_layouts, patch_size=14, image_token_id=151655),
+    "qwen3_vl": partial(qwen_layouts, patch_size=16, image_token_id=151655),
+    "qwen3_vl_moe": partial(qwen_layouts, patch_size=16, image_token_id=151655),
+    "qwen3_5": partial(qwen_layouts, patch_size=16, image_token_id=248056),
+    "qwen3_5_moe": partial(qwen_layouts, patch_size=16, image_token_id=248056),
+    "smolvlm": idefics_layouts,
+}
+_BOTH_WAYS = "tokens of an image attend to each other in both directions"
+_REFUSED = {
+    **dict.fromkeys(("gemma3", "gemma3n", "gemma4", "paligemma"), _BOTH_WAYS),
+    "mllama": "its decoder attends to images in layers of their own",
+    **dict.fromkeys(
+        ("llava_next", "llava_onevision"), "the embeddings of an image depend on all its tiles and on its shape"
+    ),
+}
+"""Families whose images are not read, with the reason."""
+
+
+def read_image_layouts(files: Path | Mapping[str, Path], encode: Encode | None = None) -> ImageLayouts | None:
+    """`files`: the model's folder, or its files by name. `encode`: the model's tokenizer, by default tokenizer.json.
+
+    Returns None for a model without images. Raises ValueError with the reason if the model's images are not read, and
+    StartError for a tokenizer_config.json that is refused.
+    """
+    if isinstance(files, Path):
+        files = {file.name: file for file in files.iterdir()}
+    config = _read(files, "config.json")
+    family = config.get("model_type")
+    if family not in _FAMILIES and not isinstance(config.get("vision_config"), dict):
+        return None
+    if not isinstance(family, str) or family not in _FAMILIES:
+        reason = _REFUSED.get(str(family), "no layout of its images is known")
+        raise ValueError(f"images of models of type {shown(family)} are not read: {reason}")
+    processor = _read(files, "processor_config.json")
+    where, pixels = "image_processor of processor_config.json", processor.pop("image_processor", None)
+    if pixels is None:
+        where, pixels = "preprocessor_config.json", _read(files, "preprocessor_config.json")
+    if not isinstance(pixels, dict) or not pixels:
+        raise ValueError(f"{where} is missing or empty, so images are not read")
+    processor = {"processor_class": pixels.get("processor_class"), **processor}
+    settings = Settings("config.json", config)
+    model = ModelImages(
+        family,
+        config=settings,
+        vision=settings.group("vision_config"),
+        processor=Settings("processor_config.json", processor),
+        pixels=Settings(where, pixels),
+        tokenizer=TokenizerConfig.read(files),
+        encode=encode or _tokenizer(files),
+    )
+    layouts = _FAMILIES[family](model)
+    model.processor.ignore("chat_template", "tokenizer", "video_processor")  # have files of their own, or for videos
+    model.processor.finish()
+    model.pixels.finish()
+    return layouts
+
+
+def _tokenizer(files: Mapping[str, Path]) -> Encode:
+    @cache
+    def tokenizer() -> tokenizers.Tokenizer:
+        if "tokenizer.json" not in files:
+            raise ValueError("there is no tokenizer.json, so images are not read")
+        loaded = tokenizers.Tokenizer.from_file(str(files["tokenizer.json"]))
+        loaded.no_truncation()
+        loaded.no_padding()
+        return loaded
+
+    return lambda text: tokenizer().encode(text, add_special_tokens=False).ids
+
+
+def _read(files: Mapping[str, Path], name: str) -> dict[str, Any]:
+    if name not in files:
+        return {}
+    try:
+        found = loads(files[name].read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{name} is not a JSON object")
+    return found

@@ -1,0 +1,58 @@
+"""LLaVA with a CLIP or SigLIP tower: the same number of image tokens for every image, which is resized and cropped to a
+square."""
+
+from pagewire_common.images.layout import ImageLayout, ImageLayouts, ImagePart
+from pagewire_common.images.model_images import ModelImages, same
+from pagewire_common.images.pixtral import pixtral_layouts
+
+_TOWERS = {"clip_vision_model": 1, "siglip_vision_model": 0}
+"""The number of embeddings besides those of patches, by the type of a tower."""
+_SIDES = {"LlavaImageProcessor": 224, "CLIPImageProcessor": 224, "SiglipImageProcessor": 224}
+
+
+def llava_layouts(model: ModelImages) -> ImageLayouts:
+    tower = model.vision.text("model_type", "clip_vision_model")
+    if tower == "pixtral":
+        return pixtral_layouts(model, image_token_id=32000)
+    if tower not in _TOWERS:
+        raise model.vision.refused("model_type", f"{', '.join(_TOWERS)} or pixtral")
+    model.processor.require("processor_class", "LlavaProcessor")
+    side = _side(model)
+    same("the size of images", {"the image processor": side, "vision_config": model.vision.side("image_size", 224)})
+    # The defaults are those of the tower's class.
+    patch = model.vision.side("patch_size", 32 if _TOWERS[tower] else 16)
+    same("patch_size", {"vision_config": patch, "processor_config.json": model.processor.side("patch_size", patch)})
+    additional = model.processor.integer("num_additional_image_tokens", 0, least=0)
+    same("the number of additional image tokens", {"the tower": _TOWERS[tower], "processor_config.json": additional})
+    strategies = ("default", "full")
+    strategy = model.config.text("vision_feature_select_strategy", "default")
+    stated = model.processor.text("vision_feature_select_strategy", strategy)
+    same("vision_feature_select_strategy", {"config.json": strategy, "processor_config.json": stated})
+    model.config.require("vision_feature_select_strategy", *strategies)
+    number = (side // patch) ** 2 + additional - (strategy == "default")
+    text = model.token("image_token", model.processor.text("image_token", "<image>"))
+    token = model.image_token_id(text, 32000)
+    layout = ImageLayout((token,) * number, (ImagePart(0, number),))
+    return ImageLayouts(model.family, token, token, lambda *_: layout)
+
+
+def _side(model: ModelImages) -> int:
+    """The side of the square that every image becomes."""
+    kind = model.image_processor(*_SIDES)
+    is_cropping, pixels = kind != "SiglipImageProcessor", model.pixels
+    pixels.require("do_resize", True)
+    if kind == "LlavaImageProcessor":
+        pixels.flag("do_pad", False)  # adds a border, so that the image is a square before it is resized
+    else:
+        pixels.require("do_pad", False)
+    pixels.ignore("pad_size")
+    default = {"shortest_edge": _SIDES[kind]} if is_cropping else {"height": _SIDES[kind], "width": _SIDES[kind]}
+    size = pixels.size("size", default)
+    cropped = pixels.side("crop_size", _SIDES[kind])
+    if pixels.flag("do_center_crop", is_cropping):
+        if size.keys() not in ({"shortest_edge"}, {"height", "width"}):
+            raise pixels.refused("size", "an object of shortest_edge, or of height and width")
+        return cropped
+    if size.keys() != {"height", "width"} or size["height"] != size["width"]:
+        raise pixels.refused("size", "an object of height and width, which are equal")
+    return size["height"]
