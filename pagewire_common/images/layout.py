@@ -33,7 +33,8 @@ class ImageLayouts:
     `family`: the `model_type` of config.json.
     `image_token_id`: tokens with this id are replaced by embeddings.
     `placeholder_id`: the token that the chat template writes once for each image.
-    `of`: the layout of an image of (width, height) pixels. Raises ValueError with a sentence for clients.
+    `of`: the layout of an image of (width, height) pixels. Raises ValueError with the rest of a sentence that
+    begins with the image's name.
     """
 
     family: str

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from pagewire.v1.engine_service_pb2 import ModelLimits
+from pagewire_common.images.families import read_image_layouts
+from pagewire_common.images.layout import ImageLayouts
 from pagewire_common.model_files.eos_tokens import eos_token_ids
 from pagewire_common.model_files.generation_config import FILE, GenerationConfig, GenerationDefaults
 from pagewire_common.model_files.generation_keys import TOKEN
@@ -17,6 +19,7 @@ from pagewire_common.start_error import StartError
 from scheduler_service.frontend.chat.find_syntax import find_syntax
 from scheduler_service.frontend.chat.syntax import ChatSyntax
 from scheduler_service.frontend.forms.forms import Forms
+from scheduler_service.frontend.images.checker import ImageChecker
 from scheduler_service.frontend.speech.speech_tokens import SpeechTokens
 from scheduler_service.frontend.text.tokenization import Tokenizer
 
@@ -27,8 +30,8 @@ MAX_SCORED = 2
 class ServedModel:
     """Name, limits, defaults and tokenizer of the served model.
 
-    `embedding_size`, `num_labels`, `max_encoder_len`, `feature_bytes`, `prompt_embeds_size`: 0 if the model lacks this
-    ability.
+    `embedding_size`, `num_labels`, `max_encoder_len`, `feature_bytes`, `prompt_embeds_size`,
+    `encoder_cache_size`: 0 if the model lacks this ability.
     `pooling_type`, `normalizes`: the pooling with which the model was trained.
     `scores_plainly`: a Score call returns the classifier's raw output.
     `similarity`: the function that compares vectors, by sentence-transformers' name.
@@ -62,6 +65,7 @@ class ServedModel:
     max_encoder_len: int = 0
     feature_bytes: int = 0
     prompt_embeds_size: int = 0
+    encoder_cache_size: int = 0
     undeclared_keys: bool = False
     decoder_start_token_ids: tuple[int, ...] = ()
     speech_tokens: SpeechTokens | None = None
@@ -71,6 +75,10 @@ class ServedModel:
     chat_syntax: ChatSyntax | None = None
     """How the model writes reasoning and tool calls; None if its chat template has no form that is known."""
     forms: Forms = field(default_factory=Forms)
+    images: ImageLayouts | None = None
+    images_refusal: str = ""
+    """Why the model has images and reads none; empty otherwise."""
+    image_checker: ImageChecker = field(default_factory=ImageChecker)
 
     @property
     def tasks(self) -> list[str]:
@@ -115,8 +123,11 @@ class ServedModel:
         sentences = SentenceConfig.read(config, _read_json(directory / SENTENCES) or {}, limits.num_labels)
         if defaults.stop and tokenizer is None:
             raise StartError(f"{generation.file} says stop_strings, and there is no tokenizer to find them with")
+        images, images_refusal = _images(directory, tokenizer)
         return cls(
             **_values(limits),
+            images=images,
+            images_refusal=images_refusal,
             eos_token_ids=ends,
             tokenizer=tokenizer,
             similarity=sentences.similarity,
@@ -130,6 +141,16 @@ class ServedModel:
                 else None
             ),
         )
+
+
+def _images(directory: Path, tokenizer: Tokenizer | None) -> tuple[ImageLayouts | None, str]:
+    """How the model reads images, or why it reads none."""
+    if tokenizer is None:
+        return None, ""
+    try:
+        return read_image_layouts(directory, tokenizer.special_ids), ""
+    except ValueError as error:
+        return None, str(error)
 
 
 def _values(limits: ModelLimits) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Finds and checks the tokenizer files, which the worker sends to the scheduler."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pagewire_common.model_files.tokenizer_config import TokenizerConfig, check_ids
@@ -20,16 +20,22 @@ NAMES = (
     "config.json",
     "config_sentence_transformers.json",
     "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
 )
+_OF_IMAGES = ("preprocessor_config.json", "processor_config.json")
+"""Files that only models with a vision tower send. Other models, such as Whisper, keep their fingerprint."""
 _SLOW = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
 _TEXTS = (".json", ".jinja", ".model", ".txt")
 _PIECE_BYTES = 1 << 20
 
 
 def find_tokenizer_files(path: Path, cache: Path, *, may_lack: bool = False) -> list[Path]:
-    """All files in NAMES that exist. An older tokenizer is converted to tokenizer.json in `cache`. Raises StartError if
+    """All files in NAMES that exist and describe the model. An older tokenizer is converted to tokenizer.json in `cache`. Raises StartError if
     there is no tokenizer, unless `may_lack`: requests then contain token ids in place of text."""
     files = {name: path / name for name in NAMES if (path / name).is_file()}
+    if not _has_images(files):
+        files = {name: file for name, file in files.items() if name not in _OF_IMAGES}
     if "tokenizer.json" not in files:
         if may_lack and not _has_older_tokenizer(path):
             return list(files.values())
@@ -76,6 +82,10 @@ def read_pieces(files: list[Path]) -> Iterator[tuple[str, bytes]]:
                 piece = stream.read(_PIECE_BYTES)
                 if not piece:
                     break
+
+
+def _has_images(files: Mapping[str, Path]) -> bool:
+    return "config.json" in files and bool(read_json(files["config.json"]).get("vision_config"))
 
 
 def _has_older_tokenizer(path: Path) -> bool:

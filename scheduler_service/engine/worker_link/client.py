@@ -40,6 +40,8 @@ TOKENIZER_FILES = frozenset(
         "config.json",
         "config_sentence_transformers.json",
         "generation_config.json",
+        "preprocessor_config.json",
+        "processor_config.json",
         "special_tokens_map.json",
         "tokenizer.json",
         "tokenizer_config.json",

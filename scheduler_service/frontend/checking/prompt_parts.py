@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-from array import array
 
 import grpc
 import numpy as np
@@ -11,16 +10,14 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.calls.errors import RequestError
 from pagewire_common.prompt_embeds import MAX_BYTES, EmbeddingsHeader, read_embeddings_header
 from scheduler_service.access.caller import caller
-from scheduler_service.core import PromptItem
-from scheduler_service.core.groups.prompt_item import PLACEHOLDER
 from scheduler_service.frontend.checking.checks import (
     check_context,
     check_length,
-    check_token_ids,
     invalid,
     require_tokenizer,
     take_token_ids,
 )
+from scheduler_service.frontend.checking.prompt_builder import PromptBuilder
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.rendering.encoding_errors import TooManyTokensError
 
@@ -29,31 +26,11 @@ _EXPONENTS = {"F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F80_0000}
 """The bits of an exponent, which are all set in NaN and infinity."""
 
 
-class PromptBuilder:
-    """The tokens and items of the parts that have been added."""
-
-    def __init__(self, model: ServedModel) -> None:
-        self.token_ids = array("I")
-        self.items: list[PromptItem] = []
-        self._model = model
-
-    def add_tokens(self, name: str, token_ids: "array[int]") -> None:
-        check_token_ids(name, token_ids, self._model)
-        self.token_ids += token_ids
-        check_context("parts", len(self.token_ids), self._model)
-
-    def add_item(self, digest: bytes, num_embeddings: int, data: bytes) -> None:
-        start = len(self.token_ids)
-        check_context("parts", start + num_embeddings, self._model)
-        self.token_ids += array("I", [PLACEHOLDER]) * num_embeddings
-        self.items.append(PromptItem(digest, start, num_embeddings, len(data), data))
-
-
 async def encode_parts(message: pb.GenerateRequest, model: ServedModel) -> PromptBuilder:
     """Raises RequestError."""
     parts = message.parts.parts
     check_length("parts", len(parts), MAX_PARTS)
-    _check_combinations(message)
+    check_combinations(message, "parts")
     if any(part.HasField("prompt_embeds") for part in parts):
         _check_permission(model)
     built, num_bytes = PromptBuilder(model), 0
@@ -86,16 +63,19 @@ async def encode_parts(message: pb.GenerateRequest, model: ServedModel) -> Promp
                     _check_embeddings, f"parts[{number}].prompt_embeds", data, model.prompt_embeds_size
                 )
                 built.add_item(digest, num_embeddings, data)
+            case "image":
+                await built.add_image(f"parts[{number}].image", part.image.data)
             case _:
-                invalid(f"parts[{number}] is empty; set one of text, token_ids or prompt_embeds")
+                invalid(f"parts[{number}] is empty; set one of text, token_ids, prompt_embeds or image")
     return built
 
 
-def _check_combinations(message: pb.GenerateRequest) -> None:
+def check_combinations(message: pb.GenerateRequest, kind: str) -> None:
+    """Refuse parameters that are not possible with a prompt of tokens and items. `kind`: the name of the items."""
     if message.sampling.HasField("prompt_logprobs"):
-        invalid("sampling.prompt_logprobs is not possible with parts, because embeddings have no token ids")
+        invalid(f"sampling.prompt_logprobs is not possible with {kind}, because embeddings have no token ids")
     if message.HasField("truncate_prompt_tokens"):
-        invalid("truncate_prompt_tokens is not possible with parts; send fewer parts")
+        invalid(f"truncate_prompt_tokens is not possible with {kind}; send fewer {kind}")
 
 
 def _check_permission(model: ServedModel) -> None:

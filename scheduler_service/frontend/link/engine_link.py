@@ -37,7 +37,7 @@ _NO_TOKENIZER = "the model's tokenizer cannot be loaded; the server's log and Ge
 _NO_ENGINE = "the server's engine restarts, and took no requests"
 MIN_REQUEST_BYTES = 1 << 20
 MAX_OPAQUE_BYTES = 16 << 20
-"""Largest bytes of a request's sound or prompt_embeds, which are not parsed."""
+"""Largest bytes of a request's sound, prompt_embeds or images, which are not parsed."""
 BYTES_PER_TOKEN = 12
 """Message bytes allowed for each token of the longest prompt. A token id takes at most 3 bytes; a token of prose 4 to
 5, of program code up to 10. Parsing takes 3 to 7 ms a MiB.
@@ -65,7 +65,9 @@ def request_limits(model: ServedModel | None) -> RequestLimits:
 
 
 def _max_opaque_bytes(model: ServedModel | None) -> int:
-    return MAX_OPAQUE_BYTES if model is not None and (model.feature_bytes or model.prompt_embeds_size) else 0
+    if model is None:
+        return 0
+    return MAX_OPAQUE_BYTES if model.feature_bytes or model.prompt_embeds_size or model.encoder_cache_size else 0
 
 
 def note_patience(details: grpc.HandlerCallDetails) -> None:

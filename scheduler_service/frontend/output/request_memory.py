@@ -32,7 +32,7 @@ SOUND_BYTES = 16 << 20
 of the features (1 to 1.5 MB each).
 """
 ITEM_COPIES = 3
-"""Copies of prompt_embeds besides the received and the parsed message: of the front end, on the way to the engine, and
+"""Copies of prompt_embeds and images besides the received and the parsed message: of the front end, on the way to the engine, and
 of the engine, which sends them to workers."""
 STRING_BYTES = 50
 """Bytes of a token's text as a separate string."""
@@ -47,11 +47,11 @@ def request_bytes(message: pb.GenerateRequest, num_bytes: int = 0) -> int:
     num_characters = len(message.text) + len(message.encoder_text) + _chat_characters(message.chat)
     num_characters += sum(map(len, sampling.bad_words)) + sum(map(len, sampling.choice.options))
     num_characters += len(sampling.json_schema) + len(sampling.regex) + len(sampling.grammar)
-    num_item_bytes = 0
+    num_item_bytes = _chat_image_bytes(message.chat)
     for part in message.parts.parts:
         num_numbers += len(part.token_ids.ids)
         num_characters += len(part.text)
-        num_item_bytes += len(part.prompt_embeds)
+        num_item_bytes += len(part.prompt_embeds) + len(part.image.data)
     num_outputs = max(1, sampling.n, sampling.best_of, sampling.beam_width)
     return (
         REQUEST_BYTES
@@ -65,7 +65,12 @@ def request_bytes(message: pb.GenerateRequest, num_bytes: int = 0) -> int:
 
 def _chat_characters(chat: pb.Chat) -> int:
     num_characters = len(chat.tools) + len(chat.documents) + len(chat.template_arguments)
-    return num_characters + sum(len(part.content) + len(part.fields) for part in chat.messages)
+    num_characters += sum(len(part.text) for message in chat.messages for part in message.parts)
+    return num_characters + sum(len(message.content) + len(message.fields) for message in chat.messages)
+
+
+def _chat_image_bytes(chat: pb.Chat) -> int:
+    return sum(len(part.image.data) for message in chat.messages for part in message.parts)
 
 
 def sound_bytes(sound: pb.Sound, num_bytes: int = 0) -> int:

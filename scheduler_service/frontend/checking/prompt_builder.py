@@ -1,0 +1,96 @@
+"""Puts together the tokens and items of a prompt that is not only text."""
+
+from array import array
+from collections.abc import Sequence
+from itertools import pairwise
+
+import grpc
+import numpy as np
+
+from pagewire_common.calls.errors import RequestError
+from pagewire_common.images.head import MAX_BYTES, MAX_IMAGES, MAX_PIXELS_TOGETHER
+from pagewire_common.images.layout import ImageLayouts
+from scheduler_service.core import ImagePart, PromptItem
+from scheduler_service.core.groups.prompt_item import PLACEHOLDER
+from scheduler_service.frontend.checking.checks import check_context, check_token_ids, invalid, take_token_ids
+from scheduler_service.frontend.model import ServedModel
+
+
+class PromptBuilder:
+    """The tokens and items of the parts that have been added. `name`: the field that contains them, for errors."""
+
+    def __init__(self, model: ServedModel, name: str = "parts") -> None:
+        self.token_ids = array("I")
+        self.items: list[PromptItem] = []
+        self._model, self._name = model, name
+        self._num_images = self._num_image_bytes = self._num_pixels = 0
+
+    def add_tokens(self, name: str, token_ids: "array[int]") -> None:
+        check_token_ids(name, token_ids, self._model)
+        self.token_ids += token_ids
+        check_context(self._name, len(self.token_ids), self._model)
+
+    def add_item(self, digest: bytes, num_embeddings: int, data: bytes) -> None:
+        start = len(self.token_ids)
+        check_context(self._name, start + num_embeddings, self._model)
+        self.token_ids += array("I", [PLACEHOLDER]) * num_embeddings
+        self.items.append(PromptItem(digest, start, num_embeddings, len(data), data))
+
+    async def add_image(self, name: str, data: bytes) -> None:
+        """`data`: an image file. Raises RequestError, with the image's name in errors about it."""
+        layouts = require_images(name, self._model)
+        self._num_images += 1
+        self._num_image_bytes += len(data)
+        if self._num_images > MAX_IMAGES:
+            invalid(f"{name} is one image too many; at most {MAX_IMAGES} are allowed")
+        if self._num_image_bytes > MAX_BYTES:
+            invalid(f"the images up to {name} have {self._num_image_bytes} bytes; at most {MAX_BYTES} are allowed")
+        checked = await self._model.image_checker.check(name, data)
+        self._num_pixels += checked.width * checked.height
+        if self._num_pixels > MAX_PIXELS_TOGETHER:
+            invalid(f"the images up to {name} have {self._num_pixels} pixels; at most {MAX_PIXELS_TOGETHER} are allowed")
+        try:
+            layout = layouts.of(checked.width, checked.height)
+        except ValueError as error:
+            invalid(f"{name} {error}")
+        most = self._model.encoder_cache_size
+        if (largest := max(part.stop - part.start for part in layout.parts)) > most:
+            invalid(f"{name} has a part of {largest} tokens; the workers keep at most {most} (--encoder-cache-size)")
+        start = len(self.token_ids)
+        self.add_tokens(name, array("I", layout.token_ids))
+        for number, part in enumerate(layout.parts):
+            image = ImagePart(checked.width, checked.height, number)
+            size = part.stop - part.start
+            self.items.append(PromptItem(checked.digest, start + part.start, size, len(data), data, image))
+
+
+async def expand_images(
+    token_ids: Sequence[int], images: Sequence[tuple[str, bytes]], model: ServedModel
+) -> PromptBuilder:
+    """Replace the placeholders in a chat's tokens by the tokens of its images.
+
+    `images`: names for errors, and files. Raises RequestError, also if the numbers of placeholders and images differ.
+    """
+    layouts = require_images(images[0][0], model) if images else None
+    rendered = await take_token_ids(token_ids)
+    built = PromptBuilder(model, "chat")
+    places = np.flatnonzero(np.asarray(rendered) == layouts.placeholder_id).tolist() if layouts is not None else []
+    if len(places) != len(images):
+        invalid(
+            f"chat has {len(images)} images, and {len(places)} placeholders of images after it was rendered with the "
+            "model's chat template; the numbers must be equal"
+        )
+    built.add_tokens("chat", rendered[: places[0]] if places else rendered)
+    for (name, data), (place, following) in zip(images, pairwise([*places, len(rendered)]), strict=True):
+        await built.add_image(name, data)
+        built.add_tokens("chat", rendered[place + 1 : following])
+    return built
+
+
+def require_images(name: str, model: ServedModel) -> ImageLayouts:
+    """How the model reads images. Raises UNIMPLEMENTED if it reads none."""
+    if model.images is not None and model.encoder_cache_size:
+        return model.images
+    reason = model.images_refusal if model.images is None else "its workers encode no images"
+    refusal = f"{name}: this model reads no images" + (f": {reason}" if reason else "")
+    raise RequestError(grpc.StatusCode.UNIMPLEMENTED, refusal)

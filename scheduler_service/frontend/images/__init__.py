@@ -1,0 +1,1 @@
+"""Checks the images of requests."""

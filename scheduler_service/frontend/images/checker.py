@@ -1,0 +1,89 @@
+"""Checks image files before a request is admitted: format and size by their first bytes, then by decoding them.
+
+Decoding runs in a process with limits of CPU time and memory, and once for all requests with the same image.
+"""
+
+import asyncio
+import hashlib
+import weakref
+from collections import OrderedDict
+from typing import NamedTuple
+
+import grpc
+
+from pagewire_common.calls.errors import RequestError
+from pagewire_common.images.head import MAX_BYTES, read_head
+from scheduler_service.frontend.images.image_process import SIZE
+from scheduler_service.frontend.limited.limited_process import LimitedProcess, LimitedProcesses, LimitError, Limits
+
+NUM_DECODERS = 2
+SECONDS = 5.0
+"""CPU seconds for decoding an image."""
+MAX_MEMORY = 768 << 20
+"""Data bytes of a decoding process, for an image of `MAX_PIXELS`: 128 MiB as a file's decoder stores it, twice that
+while it is rotated or converted, and 192 MiB of coefficients of a progressive JPEG."""
+MAX_KEPT = 1 << 14
+"""Images whose result is kept, in about 300 bytes each."""
+
+
+class CheckedImage(NamedTuple):
+    """`digest`: SHA-256 of the kind of item and the file. `width`, `height`: pixels after the rotation that EXIF data
+    state."""
+
+    digest: bytes
+    width: int
+    height: int
+
+
+class ImageChecker:
+    def __init__(self) -> None:
+        # The size, or the rest of a sentence about an error, least recently used first.
+        self._found: OrderedDict[bytes, tuple[int, int] | str] = OrderedDict()
+        self._turns: weakref.WeakValueDictionary[bytes, asyncio.Lock] = weakref.WeakValueDictionary()
+        self._decoders = LimitedProcesses(NUM_DECODERS, "scheduler_service.frontend.images.image_process", "reads images")
+
+    async def check(self, name: str, data: bytes) -> CheckedImage:
+        """Raises RequestError, with the image's name in errors about it."""
+        if len(data) > MAX_BYTES:
+            raise _invalid(f"{name} has {len(data)} bytes; at most {MAX_BYTES} are allowed")
+        try:
+            read_head(data)
+        except ValueError as error:
+            raise _invalid(f"{name} {error}") from None
+        digest = await asyncio.to_thread(_digest, data)
+        turn = self._turns.setdefault(digest, asyncio.Lock())
+        # Requests with the same image wait for the first. If its client disconnects, the next one goes on.
+        async with turn:
+            if (found := self._found.get(digest)) is None:
+                found = await self._decoders.run(lambda process: _decode(process, data))
+            self._keep(digest, found)
+        if isinstance(found, str):
+            raise _invalid(f"{name} {found}")
+        return CheckedImage(digest, *found)
+
+    def _keep(self, digest: bytes, found: tuple[int, int] | str) -> None:
+        self._found[digest] = found
+        self._found.move_to_end(digest)
+        if len(self._found) > MAX_KEPT:
+            self._found.popitem(last=False)
+
+
+def _decode(process: LimitedProcess, data: bytes) -> tuple[int, int] | str:
+    try:
+        reply = process.ask(data, Limits(SECONDS, MAX_MEMORY))
+    except LimitError as limit:
+        return f"cannot be decoded: {limit}"
+    if not reply[0]:
+        return reply[1:].decode()
+    width, height = SIZE.unpack_from(reply, 1)
+    return width, height
+
+
+def _digest(data: bytes) -> bytes:
+    digest = hashlib.sha256(b"image ")
+    digest.update(data)
+    return digest.digest()
+
+
+def _invalid(reason: str) -> RequestError:
+    return RequestError(grpc.StatusCode.INVALID_ARGUMENT, reason)
