@@ -16,6 +16,15 @@ KEPT_BYTES = 64 << 20
 """Bytes of items without a sequence that a worker keeps for later requests."""
 
 
+class ImagePart(NamedTuple):
+    """An image, or a part of one, which the worker encodes on its own. Sizes are those of the whole image in pixels."""
+
+    width: int
+    height: int
+    part: int = 0
+    """Index in the order of the prompt."""
+
+
 class PromptItem(NamedTuple):
     """Equal items have equal digests. A replayed request has no `data`, only `num_bytes`."""
 
@@ -26,6 +35,7 @@ class PromptItem(NamedTuple):
     num_embeddings: int
     num_bytes: int
     data: bytes = b""
+    image: ImagePart | None = None
 
     @property
     def stop(self) -> int:
