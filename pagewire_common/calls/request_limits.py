@@ -92,8 +92,9 @@ def refusing_large(
 def has_more_fields(data: bytes, message: Descriptor, most: int) -> bool:
     """Whether an encoded message has more than `most` fields, at 0.3 µs a field.
 
-    A submessage of numbers and single strings, or a packed list, is one field. Varints may be padded, so every four
-    bytes of tag and number or length count as a further field. Counting stops where the message is invalid.
+    A submessage of numbers and single strings, or a packed list, is one field. So are the numbers and single strings of
+    an entry of a list together. Varints may be padded, so every four bytes of tag and number or length count as a
+    further field. Counting stops where the message is invalid.
     """
     if len(data) <= most:
         return False
@@ -148,7 +149,8 @@ def _count(data: bytes, position: int, end: int, message: Descriptor, most: int)
             length, position = _varint(data, position)
             count += 1 + (position - start) // 4
             if length and tag >> 3 in nested:
-                count += _count(data, position, position + length, nested[tag >> 3], most - count)
+                part, free = nested[tag >> 3]
+                count += max(0, _count(data, position, position + length, part, most - count + free) - free)
             position += length
         elif kind == _VARINT:
             _, position = _varint(data, position)
@@ -160,10 +162,15 @@ def _count(data: bytes, position: int, end: int, message: Descriptor, most: int)
 
 
 @cache
-def _nested_parts(message: Descriptor) -> dict[int, Descriptor]:
-    """Submessages that contain further submessages or lists of strings, by field number."""
-    parts = {field.number: field.message_type for field in message.fields if field.message_type is not None}
-    return {number: part for number, part in parts.items() if any(map(_takes_long, part.fields))}
+def _nested_parts(message: Descriptor) -> dict[int, tuple[Descriptor, int]]:
+    """Submessages that contain further submessages or lists of strings, by field number, and the number of their fields
+    that are not counted: in an entry of a list, such as a chat message, one number or string of each single field."""
+    parts = {}
+    for field in message.fields:
+        if (part := field.message_type) is not None and any(map(_takes_long, part.fields)):
+            singles = sum(one.message_type is None and not one.is_repeated for one in part.fields)
+            parts[field.number] = part, singles if field.is_repeated else 0
+    return parts
 
 
 def _takes_long(field: FieldDescriptor) -> bool:

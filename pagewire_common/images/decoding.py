@@ -26,6 +26,4 @@ def decode_image(data: bytes) -> Image.Image:
         raise
     except Exception:  # Pillow's decoders raise many types of errors for damaged files
         raise ValueError(f"is damaged or cut off: it begins as {head.format}, and cannot be decoded") from None
-    raise ValueError(
-        f"has {image.width} × {image.height} pixels, and its first bytes say {head.width} × {head.height}"
-    )
+    raise ValueError(f"has {image.width} x {image.height} pixels, and its first bytes say {head.width} x {head.height}")

@@ -39,9 +39,8 @@ _BOTH_WAYS = "tokens of an image attend to each other in both directions"
 _REFUSED = {
     **dict.fromkeys(("gemma3", "gemma3n", "gemma4", "paligemma"), _BOTH_WAYS),
     "mllama": "its decoder attends to images in layers of their own",
-    **dict.fromkeys(
-        ("llava_next", "llava_onevision"), "the embeddings of an image depend on all its tiles and on its shape"
-    ),
+    "llava_next": "the embeddings of an image depend on all its tiles together",
+    "llava_onevision": "the tokens of an image depend on the number of images beside it",
 }
 """Families whose images are not read, with the reason."""
 

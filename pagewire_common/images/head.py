@@ -42,9 +42,9 @@ def read_head(data: bytes) -> ImageHead:
         raise ValueError(f"is damaged or cut off: it begins as {kind}, and has no size")
     width, height = size
     if not width or not height:
-        raise ValueError(f"has {width} × {height} pixels")
+        raise ValueError(f"has {width} x {height} pixels")
     if width * height > MAX_PIXELS:
-        raise ValueError(f"has {width} × {height} pixels; at most {MAX_PIXELS} are allowed")
+        raise ValueError(f"has {width} x {height} pixels; at most {MAX_PIXELS} are allowed")
     return ImageHead(kind, width, height)
 
 

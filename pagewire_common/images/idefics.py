@@ -1,4 +1,4 @@
-"""Idefics 3 and SmolVLM: the image in tiles of one size, row by row, and then as a whole in the size of a tile."""
+"""Idefics 3 and SmolVLM: the image in tiles of one size, row by row, and then as a whole in one tile."""
 
 import math
 from functools import lru_cache
@@ -13,10 +13,14 @@ _FAKE, _IMAGE, _GLOBAL = "<fake_token_around_image>", "<image>", "<global-img>"
 
 def idefics_layouts(model: ModelImages) -> ImageLayouts:
     model.image_processor("Idefics3ImageProcessor", "SmolVLMImageProcessor")
-    model.processor.require("processor_class", {"idefics3": "Idefics3Processor", "smolvlm": "SmolVLMProcessor"}[model.family])
+    model.processor.require(
+        "processor_class", {"idefics3": "Idefics3Processor", "smolvlm": "SmolVLMProcessor"}[model.family]
+    )
     pixels = model.pixels
     pixels.require("do_resize", True)
-    pixels.ignore("do_pad", "pad_size", "do_center_crop", "crop_size", "video_sampling")  # for batches and videos, or unused
+    pixels.ignore(
+        "do_pad", "pad_size", "do_center_crop", "crop_size", "video_sampling"
+    )  # for batches and videos, or unused
     size, tile = pixels.size("size", {"longest_edge": 4 * 364}), pixels.size("max_image_size", {"longest_edge": 364})
     if size.keys() != {"longest_edge"}:
         raise pixels.refused("size", "an object of longest_edge")

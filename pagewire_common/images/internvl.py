@@ -1,4 +1,4 @@
-"""InternVL: the image in tiles of one size, as many as fit its shape best, and then as a whole in the size of a tile."""
+"""InternVL: the image in tiles of one size, as many as fit its shape best, and then as a whole in one tile."""
 
 from pagewire_common.images.layout import ImageLayout, ImageLayouts, ImagePart
 from pagewire_common.images.model_images import ModelImages, same

@@ -41,7 +41,8 @@ class ModelImages:
         found = {self.config.integer(key, default, least=0) for key in keys} or {default}
         if found != {token_id := self.token_id(text)}:
             raise ValueError(
-                f"config.json says {shown(sorted(found))} for the image token; in the tokenizer {shown(text)} is {token_id}"
+                f"config.json says {shown(sorted(found))} for the image token; in the tokenizer, {shown(text)} is "
+                f"{token_id}"
             )
         return token_id
 

@@ -34,7 +34,7 @@ def pixtral_layouts(model: ModelImages, *, image_token_id: int) -> ImageLayouts:
             new_width, new_height = math.floor(width / ratio), math.floor(height / ratio)
         if not new_width or not new_height:
             raise ValueError(
-                f"has {width} × {height} pixels; scaled to at most {widest} × {highest}, it has less than one row or "
+                f"has {width} x {height} pixels; scaled to at most {widest} x {highest}, it has less than one row or "
                 "column of pixels"
             )
         rows, columns = (new_height - 1) // side + 1, (new_width - 1) // side + 1

@@ -32,7 +32,7 @@ def qwen_layouts(model: ModelImages, *, patch_size: int, image_token_id: int) ->
     def layout(width: int, height: int) -> ImageLayout:
         if max(width, height) > MAX_RATIO * min(width, height):
             raise ValueError(
-                f"has {width} × {height} pixels; the longer side may be at most {MAX_RATIO} times the shorter"
+                f"has {width} x {height} pixels; the longer side may be at most {MAX_RATIO} times the shorter"
             )
         rows, columns = grid_of(width, height, factor, least, most)
         number = rows * columns

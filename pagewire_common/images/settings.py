@@ -82,7 +82,9 @@ class Settings:
         """Refuse the keys that were not read."""
         for key in self._values:
             if key not in self._read:
-                raise ValueError(f"{self._where} has the unknown key {shown(key)}, which may change how images are read")
+                raise ValueError(
+                    f"{self._where} has the unknown key {shown(key)}, which may change how images are read"
+                )
 
     def refused(self, key: str, wanted: str) -> ValueError:
         return ValueError(f"{key} in {self._where} is {shown(self._values.get(key))}; it must be {wanted}")
@@ -93,5 +95,7 @@ class Settings:
 
     def _integer(self, key: str, value: object, least: int) -> int:
         if type(value) is not int or not least <= value <= LARGEST:
-            raise ValueError(f"{key} in {self._where} is {shown(value)}; it must be a whole number from {least} to {LARGEST}")
+            raise ValueError(
+                f"{key} in {self._where} is {shown(value)}; it must be a whole number from {least} to {LARGEST}"
+            )
         return value

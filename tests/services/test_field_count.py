@@ -74,6 +74,24 @@ def test_a_field_that_takes_more_bytes_than_it_needs_counts_more() -> None:
     assert not has_more_fields(padded, pb.GenerateRequest.DESCRIPTOR, 400)
 
 
+def test_a_chat_message_is_one_field_and_each_of_its_parts_another() -> None:
+    message = pb.ChatMessage(role="user", content="hi", fields="{}")
+    plain = pb.GenerateRequest(chat=pb.Chat(messages=[message] * 4096)).SerializeToString()
+    assert not has_more_fields(plain, pb.GenerateRequest.DESCRIPTOR, 2 + 4096)
+    assert has_more_fields(plain, pb.GenerateRequest.DESCRIPTOR, 4096)
+    message.parts.add(text="a")
+    message.parts.add(image=pb.Image(data=b"b"))
+    parts = pb.GenerateRequest(chat=pb.Chat(messages=[message] * 10)).SerializeToString()
+    assert not has_more_fields(parts, pb.GenerateRequest.DESCRIPTOR, 1 + 3 * 10)
+    assert has_more_fields(parts, pb.GenerateRequest.DESCRIPTOR, 3 * 10)
+    repeated = b"\x0a\x00" * 1000  # the role, again and again
+    again = pb.GenerateRequest(chat=pb.Chat()).SerializeToString()
+    chat = b"\x0a" + bytes([0xD0, 0x0F]) + repeated
+    data = again[:1] + bytes([0xD3, 0x0F]) + chat
+    assert len(pb.GenerateRequest.FromString(data).chat.messages) == 1
+    assert has_more_fields(data, pb.GenerateRequest.DESCRIPTOR, 990)
+
+
 def test_strings_of_a_part_count() -> None:
     data = pb.GenerateRequest(sampling={"choice": {"options": [""] * 1000}}).SerializeToString()
     assert has_more_fields(data, pb.GenerateRequest.DESCRIPTOR, 1000)
@@ -85,13 +103,14 @@ def test_parts_that_come_again_and_again_count_each_time() -> None:
 
 
 @given(message=REQUESTS, sound=st.binary(max_size=400), kind=st.text(max_size=20))
-def test_bytes_that_no_parser_looks_into_are_those_of_sounds_and_embeddings_alone(
+def test_bytes_that_no_parser_looks_into_are_those_of_sounds_embeddings_and_images_alone(
     message: pb.GenerateRequest, sound: bytes, kind: str
 ) -> None:
     for request in (
         pb.TranscribeRequest(sound=pb.Sound(data=sound, content_type=kind), language=kind, temperature=0.5),
         pb.GenerateRequest(encoder_sound=pb.Sound(data=sound, content_type=kind), sampling=message.sampling),
         pb.GenerateRequest(parts={"parts": [{"text": kind}, {"prompt_embeds": sound}]}, sampling=message.sampling),
+        pb.GenerateRequest(parts={"parts": [{"text": kind}, {"image": {"data": sound}}]}, sampling=message.sampling),
     ):
         assert num_opaque_bytes(request.SerializeToString(), request.DESCRIPTOR) == len(sound)
     assert num_opaque_bytes(message.SerializeToString(), message.DESCRIPTOR) == 0

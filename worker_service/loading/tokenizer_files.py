@@ -31,8 +31,9 @@ _PIECE_BYTES = 1 << 20
 
 
 def find_tokenizer_files(path: Path, cache: Path, *, may_lack: bool = False) -> list[Path]:
-    """All files in NAMES that exist and describe the model. An older tokenizer is converted to tokenizer.json in `cache`. Raises StartError if
-    there is no tokenizer, unless `may_lack`: requests then contain token ids in place of text."""
+    """All files in NAMES that exist and describe the model. An older tokenizer is converted to tokenizer.json in
+    `cache`. Raises StartError if there is no tokenizer, unless `may_lack`: requests then contain token ids in place of
+    text."""
     files = {name: path / name for name in NAMES if (path / name).is_file()}
     if not _has_images(files):
         files = {name: file for name, file in files.items() if name not in _OF_IMAGES}
@@ -85,7 +86,9 @@ def read_pieces(files: list[Path]) -> Iterator[tuple[str, bytes]]:
 
 
 def _has_images(files: Mapping[str, Path]) -> bool:
-    return "config.json" in files and bool(read_json(files["config.json"]).get("vision_config"))
+    if not files.keys() & {*_OF_IMAGES} or "config.json" not in files:
+        return False
+    return bool(read_json(files["config.json"]).get("vision_config"))
 
 
 def _has_older_tokenizer(path: Path) -> bool:

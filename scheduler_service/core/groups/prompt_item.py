@@ -74,7 +74,7 @@ class WorkerItems:
     def hold(self, group: object, items: Items) -> frozenset[bytes]:
         """Keep items for a group until `release`. Returns the digests of items that the worker does not have."""
         held, missing = self._held.setdefault(group, {}), set()
-        for digest, _, _, num_bytes, _ in items:
+        for digest, _, _, num_bytes, *_ in items:
             if digest in held:
                 continue
             held[digest] = num_bytes

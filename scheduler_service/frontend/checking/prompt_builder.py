@@ -48,7 +48,9 @@ class PromptBuilder:
         checked = await self._model.image_checker.check(name, data)
         self._num_pixels += checked.width * checked.height
         if self._num_pixels > MAX_PIXELS_TOGETHER:
-            invalid(f"the images up to {name} have {self._num_pixels} pixels; at most {MAX_PIXELS_TOGETHER} are allowed")
+            invalid(
+                f"the images up to {name} have {self._num_pixels} pixels; at most {MAX_PIXELS_TOGETHER} are allowed"
+            )
         try:
             layout = layouts.of(checked.width, checked.height)
         except ValueError as error:

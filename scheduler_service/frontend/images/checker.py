@@ -40,7 +40,9 @@ class ImageChecker:
         # The size, or the rest of a sentence about an error, least recently used first.
         self._found: OrderedDict[bytes, tuple[int, int] | str] = OrderedDict()
         self._turns: weakref.WeakValueDictionary[bytes, asyncio.Lock] = weakref.WeakValueDictionary()
-        self._decoders = LimitedProcesses(NUM_DECODERS, "scheduler_service.frontend.images.image_process", "reads images")
+        self._decoders = LimitedProcesses(
+            NUM_DECODERS, "scheduler_service.frontend.images.image_process", "reads images"
+        )
 
     async def check(self, name: str, data: bytes) -> CheckedImage:
         """Raises RequestError, with the image's name in errors about it."""

@@ -32,8 +32,8 @@ SOUND_BYTES = 16 << 20
 of the features (1 to 1.5 MB each).
 """
 ITEM_COPIES = 3
-"""Copies of prompt_embeds and images besides the received and the parsed message: of the front end, on the way to the engine, and
-of the engine, which sends them to workers."""
+"""Copies of prompt_embeds and images besides the received and the parsed message: of the front end, on the way to the
+engine, and of the engine, which sends them to workers."""
 STRING_BYTES = 50
 """Bytes of a token's text as a separate string."""
 

@@ -1,0 +1,257 @@
+"""The tokens of an image are those that transformers' processor writes for it, for every size."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from image_models import FAMILIES, write_image_model
+from transformers.image_processing_backends import PilBackend
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.llava.processing_llava import LlavaProcessor
+from transformers.models.pixtral import image_processing_pil_pixtral
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+from pagewire_common.images.families import read_image_layouts
+from pagewire_common.images.layout import ImageLayout, ImageLayouts
+
+# The function that this module imports of the variant for torchvision is the same in both.
+with mock.patch.dict(
+    sys.modules, {"transformers.models.pixtral.image_processing_pixtral": image_processing_pil_pixtral}
+):
+    from transformers.models.pixtral.processing_pixtral import PixtralProcessor
+
+Expected = Callable[[int, int], str]
+"""The text that transformers' processor writes in place of the placeholder of an image."""
+SIDES = st.one_of(st.integers(1, 100), st.integers(1, 4000))
+
+
+def without_pixels(self: object, image: np.ndarray, size: Any, **_: object) -> np.ndarray:  # type: ignore[type-arg]
+    if not size.height or not size.width:
+        raise ValueError("height and width must be > 0")  # as Pillow says
+    return np.broadcast_to(np.uint8(0), (3, size.height, size.width))
+
+
+def processed(processor: Any, width: int, height: int, **options: Any) -> Any:
+    """The real processor's answer for an image of which there is only the shape."""
+    image = np.broadcast_to(np.uint8(0), (3, height, width))
+    with mock.patch.object(PilBackend, "resize", without_pixels):
+        return processor(image, do_rescale=False, do_normalize=False, input_data_format="channels_first", **options)
+
+
+def expected_of(name: str, folder: Path) -> Expected:
+    files = {
+        kind: json.loads((folder / f"{kind}_config.json").read_text())
+        for kind in ("preprocessor", "processor")
+        if (folder / f"{kind}_config.json").exists()
+    }
+    images, stated = files["preprocessor"], files.get("processor", {})
+    if name.startswith("qwen"):
+        qwen = Qwen2VLImageProcessorPil(**images)
+
+        def text(width: int, height: int) -> str:
+            patches = qwen.get_number_of_image_patches(height, width)
+            stub = SimpleNamespace(image_processor=qwen, image_token="<|image_pad|>")
+            return str(Qwen2VLProcessor.replace_image_token(stub, {"image_grid_thw": np.array([[1, 1, patches]])}, 0))
+    elif name in ("idefics3", "smolvlm"):
+        idefics = Idefics3ImageProcessorPil(**images)
+        stub = SimpleNamespace(
+            fake_image_token="<fake_token_around_image>",
+            image_token="<image>",
+            global_image_tag="<global-img>",
+            **stated,
+        )
+
+        def text(width: int, height: int) -> str:
+            found = processed(idefics, width, height, do_pad=False, return_row_col_info=True)
+            return str(Idefics3Processor.replace_image_token(stub, found, 0))
+    elif name in ("pixtral", "mistral3"):
+        pixtral = image_processing_pil_pixtral.PixtralImageProcessorPil(**images)
+        stub = SimpleNamespace(
+            image_token="[IMG]",
+            image_break_token="[IMG_BREAK]",
+            image_end_token="[IMG_END]",
+            **{"spatial_merge_size": 1} | stated,
+        )
+
+        def text(width: int, height: int) -> str:
+            found = processed(
+                pixtral, width, height, do_pad=False, patch_size=stub.patch_size * stub.spatial_merge_size
+            )
+            return str(PixtralProcessor.replace_image_token(stub, found, 0))
+    elif name == "internvl":
+        tiles = GotOcr2ImageProcessorPil(**images)
+        stub = SimpleNamespace(
+            start_image_token="<img>", image_token="<IMG_CONTEXT>", end_image_token="</img>", **stated
+        )
+
+        def text(width: int, height: int) -> str:
+            found = processed(tiles, width, height, **InternVLProcessor.images_kwargs)
+            return str(InternVLProcessor.replace_image_token(stub, found, 0))
+    else:
+        square = (CLIPImageProcessorPil if name == "llava" else SiglipImageProcessorPil)(**images)
+        stub = SimpleNamespace(image_token="<image>", **{"num_additional_image_tokens": 0} | stated)
+
+        def text(width: int, height: int) -> str:
+            found = square(np.zeros((3, height, width), dtype=np.uint8), input_data_format="channels_first")
+            return str(LlavaProcessor.replace_image_token(stub, found, 0))
+
+    return text
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    return request.param, write_image_model(tmp_path_factory.mktemp("images"), request.param)
+
+
+def check(layouts: ImageLayouts, layout: ImageLayout) -> None:
+    """The properties of every layout: parts in order, which begin and end with an image token and contain all."""
+    image = layouts.image_token_id
+    places = [place for place, token_id in enumerate(layout.token_ids) if token_id == image]
+    assert [part for part in layout.parts if part.stop <= part.start] == []
+    within = [place for part in layout.parts for place in range(*part) if layout.token_ids[place] == image]
+    assert within == places
+    assert all(layout.token_ids[part.start] == layout.token_ids[part.stop - 1] == image for part in layout.parts)
+    if layout.grid is not None:
+        rows, columns = layout.grid
+        assert rows * columns == len(places)
+
+
+def test_layouts_are_those_of_transformers_for_every_size(model: tuple[str, Path]) -> None:
+    name, folder = model
+    layouts, expected = read_image_layouts(folder), expected_of(name, folder)
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert layouts is not None
+
+    @settings(max_examples=40, deadline=None)
+    @given(width=SIDES, height=SIDES)
+    @example(width=1, height=1)
+    @example(width=16, height=16)
+    @example(width=17, height=16)
+    @example(width=64, height=63)
+    def of_any_size(width: int, height: int) -> None:
+        if name in ("llava", "siglip"):
+            width, height = 1 + width % 50, 1 + height % 50
+        try:
+            layout = layouts.of(width, height)
+        except ValueError as error:
+            assert f"has {width} x {height} pixels" in str(error)  # noqa: PT017
+            with pytest.raises(ValueError):  # noqa: PT011  # in transformers' words
+                expected(width, height)
+            return
+        check(layouts, layout)
+        assert list(layout.token_ids) == tokenizer.encode(expected(width, height), add_special_tokens=False).ids
+
+    of_any_size()
+
+
+def test_published_sizes_give_published_counts(tmp_path: Path) -> None:
+    """With the values of Qwen2.5-VL's, SmolVLM's and Mistral Small's files."""
+    qwen = {"patch_size": 14, "size": {"shortest_edge": 3136, "longest_edge": 12845056}}
+    folder = write_image_model(
+        tmp_path / "qwen", "qwen2_5_vl", preprocessor=qwen, config={"vision_config": {"patch_size": 14}}
+    )
+    layouts = read_image_layouts(folder)
+    assert layouts is not None
+    assert layouts.of(1024, 768).grid == (27, 37)
+    edges = {"size": {"longest_edge": 2048}, "max_image_size": {"longest_edge": 512}}
+    config = {"vision_config": {"patch_size": 16, "image_size": 512}, "scale_factor": 4}
+    folder = write_image_model(
+        tmp_path / "smol", "smolvlm", preprocessor=edges, config=config, processor={"image_seq_len": 64}
+    )
+    layouts = read_image_layouts(folder)
+    assert layouts is not None
+    layout = layouts.of(1024, 768)
+    assert [part.stop - part.start for part in layout.parts] == [64] * 13
+
+
+def without(name: str, folder: Path, **changes: dict[str, Any]) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  # the sentence is compared
+        read_image_layouts(write_image_model(folder, name, **changes))
+    return str(caught.value)
+
+
+REFUSED: list[tuple[str, dict[str, dict[str, Any]], str]] = [
+    ("qwen2_vl", {"preprocessor": {"crops": 3}}, "preprocessor_config.json has the unknown key 'crops'"),
+    (
+        "qwen2_vl",
+        {"preprocessor": {"do_resize": False}},
+        "do_resize in preprocessor_config.json is False; it must be True",
+    ),
+    (
+        "qwen2_vl",
+        {"preprocessor": {"patch_size": 14}},
+        "patch_size is 14 in the image processor and 4 in vision_config",
+    ),
+    ("qwen2_vl", {"preprocessor": {"merge_size": 3}}, "merge_size is 3 in the image processor and 2 in vision_config"),
+    (
+        "qwen2_vl",
+        {"preprocessor": {"size": {"longest_edge": 9}}},
+        "it must be an object of shortest_edge and longest_edge",
+    ),
+    ("qwen2_vl", {"preprocessor": {"size": 224}}, "size in preprocessor_config.json is 224; it must be an object"),
+    ("qwen2_vl", {"preprocessor": {"patch_size": 1 << 40}}, "must be a whole number from 1 to"),
+    ("qwen2_vl", {"preprocessor": {"image_processor_type": "ViTImageProcessor"}}, "it must be Qwen2VLImageProcessor"),
+    ("qwen2_vl", {"config": {"image_token_id": 3}}, "config.json says [3] for the image token"),
+    ("qwen2_vl", {"tokenizer_config": {"image_token": "<none>"}}, "the tokenizer has no token '<none>'"),
+    ("llava", {"processor": {"num_additional_image_tokens": 0}}, "1 in the tower and 0 in processor_config.json"),
+    ("llava", {"preprocessor": {"crop_size": 30}}, "the size of images is 30 in the image processor and 24"),
+    ("llava", {"preprocessor": {"do_center_crop": False}}, "it must be an object of height and width, which are equal"),
+    ("llava", {"processor": {"vision_feature_select_strategy": "full"}}, "the values must be equal"),
+    ("llava", {"processor": {"image_tokens": 3}}, "processor_config.json has the unknown key 'image_tokens'"),
+    ("idefics3", {"processor": {"image_seq_len": 5}}, "5 in processor_config.json and 4 in config.json"),
+    ("smolvlm", {"processor": {"processor_class": "Idefics3Processor"}}, "it must be 'SmolVLMProcessor'"),
+    ("internvl", {"preprocessor": {"max_patches": 1000}}, "it must be from min_patches to 256"),
+    ("internvl", {"config": {"downsample_ratio": 0.25}}, "downsample_ratio in config.json is 0.25; it must be 0.5"),
+    ("mistral3", {"processor": {"spatial_merge_size": 1}}, "1 in processor_config.json and 2 in config.json"),
+    ("mistral3", {"processor": {"image_break_token": "[BREAK]"}}, "the tokenizer has no token '[BREAK]'"),
+    (
+        "qwen2_vl",
+        {"config": {"model_type": "gemma3"}},
+        "'gemma3' are not read: tokens of an image attend to each other",
+    ),
+    ("qwen2_vl", {"config": {"model_type": "new_vl"}}, "'new_vl' are not read: no layout of its images is known"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "reason"), REFUSED, ids=[reason for *_, reason in REFUSED])
+def test_a_setting_that_is_not_obeyed_is_refused_by_name(
+    name: str, changes: dict[str, dict[str, Any]], reason: str, tmp_path: Path
+) -> None:
+    assert reason in without(name, tmp_path, **changes)
+
+
+def test_a_model_without_a_vision_tower_has_no_images(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    assert read_image_layouts(tmp_path) is None
+
+
+def test_nested_settings_of_an_image_processor_come_first(tmp_path: Path) -> None:
+    folder = write_image_model(tmp_path, "qwen2_vl")
+    nested = json.loads((folder / "preprocessor_config.json").read_text()) | {"min_pixels": 1024}
+    (folder / "processor_config.json").write_text(json.dumps({"image_processor": nested}))
+    layouts = read_image_layouts(folder)
+    assert layouts is not None
+    assert layouts.of(1, 1).grid == (4, 4)
+
+
+def test_strips_that_no_processor_reads_are_refused(tmp_path: Path) -> None:
+    for name, reason in (("qwen3_vl", "may be at most 200 times the shorter"), ("mistral3", "less than one row")):
+        layouts = read_image_layouts(write_image_model(tmp_path / name, name))
+        assert layouts is not None
+        with pytest.raises(ValueError, match=reason):
+            layouts.of(60_000, 1)
