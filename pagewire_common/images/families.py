@@ -54,11 +54,11 @@ def read_image_layouts(files: Path | Mapping[str, Path], encode: Encode | None =
     if isinstance(files, Path):
         files = {file.name: file for file in files.iterdir()}
     config = _read(files, "config.json")
-    family = config.get("model_type")
-    if family not in _FAMILIES and not isinstance(config.get("vision_config"), dict):
-        return None
-    if not isinstance(family, str) or family not in _FAMILIES:
-        reason = _REFUSED.get(str(family), "no layout of its images is known")
+    family = str(config.get("model_type"))
+    if family not in _FAMILIES:
+        if not config.get("vision_config"):
+            return None
+        reason = _REFUSED.get(family, "no layout of its images is known")
         raise ValueError(f"images of models of type {shown(family)} are not read: {reason}")
     processor = _read(files, "processor_config.json")
     where, pixels = "image_processor of processor_config.json", processor.pop("image_processor", None)

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.pixtral import image_processing_pil_pixtral
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -35,12 +37,12 @@ with mock.patch.dict(
 ):
     from transformers.models.pixtral.processing_pixtral import PixtralProcessor
 
-Expected = Callable[[int, int], str]
-"""The text that transformers' processor writes in place of the placeholder of an image."""
+Expected = Callable[[int, int], tuple[str, int]]
+"""The text that transformers' processor writes in place of the placeholder of an image, and the number of tiles."""
 SIDES = st.one_of(st.integers(1, 100), st.integers(1, 4000))
 
 
-def without_pixels(self: object, image: np.ndarray, size: Any, **_: object) -> np.ndarray:  # type: ignore[type-arg]
+def without_pixels(self: object, image: np.ndarray, size: Any, *_: object, **__: object) -> np.ndarray:  # type: ignore[type-arg]
     if not size.height or not size.width:
         raise ValueError("height and width must be > 0")  # as Pillow says
     return np.broadcast_to(np.uint8(0), (3, size.height, size.width))
@@ -63,10 +65,10 @@ def expected_of(name: str, folder: Path) -> Expected:
     if name.startswith("qwen"):
         qwen = Qwen2VLImageProcessorPil(**images)
 
-        def text(width: int, height: int) -> str:
+        def text(width: int, height: int) -> tuple[str, int]:
             patches = qwen.get_number_of_image_patches(height, width)
             stub = SimpleNamespace(image_processor=qwen, image_token="<|image_pad|>")
-            return str(Qwen2VLProcessor.replace_image_token(stub, {"image_grid_thw": np.array([[1, 1, patches]])}, 0))
+            return Qwen2VLProcessor.replace_image_token(stub, {"image_grid_thw": np.array([[1, 1, patches]])}, 0), 1
     elif name in ("idefics3", "smolvlm"):
         idefics = Idefics3ImageProcessorPil(**images)
         stub = SimpleNamespace(
@@ -76,9 +78,9 @@ def expected_of(name: str, folder: Path) -> Expected:
             **stated,
         )
 
-        def text(width: int, height: int) -> str:
+        def text(width: int, height: int) -> tuple[str, int]:
             found = processed(idefics, width, height, do_pad=False, return_row_col_info=True)
-            return str(Idefics3Processor.replace_image_token(stub, found, 0))
+            return Idefics3Processor.replace_image_token(stub, found, 0), len(found["pixel_values"][0])
     elif name in ("pixtral", "mistral3"):
         pixtral = image_processing_pil_pixtral.PixtralImageProcessorPil(**images)
         stub = SimpleNamespace(
@@ -88,34 +90,71 @@ def expected_of(name: str, folder: Path) -> Expected:
             **{"spatial_merge_size": 1} | stated,
         )
 
-        def text(width: int, height: int) -> str:
+        def text(width: int, height: int) -> tuple[str, int]:
             found = processed(
                 pixtral, width, height, do_pad=False, patch_size=stub.patch_size * stub.spatial_merge_size
             )
-            return str(PixtralProcessor.replace_image_token(stub, found, 0))
+            return PixtralProcessor.replace_image_token(stub, found, 0), 1
     elif name == "internvl":
         tiles = GotOcr2ImageProcessorPil(**images)
         stub = SimpleNamespace(
             start_image_token="<img>", image_token="<IMG_CONTEXT>", end_image_token="</img>", **stated
         )
 
-        def text(width: int, height: int) -> str:
+        def text(width: int, height: int) -> tuple[str, int]:
             found = processed(tiles, width, height, **InternVLProcessor.images_kwargs)
-            return str(InternVLProcessor.replace_image_token(stub, found, 0))
+            return InternVLProcessor.replace_image_token(stub, found, 0), len(found["pixel_values"])
     else:
-        square = (CLIPImageProcessorPil if name == "llava" else SiglipImageProcessorPil)(**images)
+        processors = {
+            one.__name__: one for one in (CLIPImageProcessorPil, LlavaImageProcessorPil, SiglipImageProcessorPil)
+        }
+        square = processors[images["image_processor_type"] + "Pil"](**images)
         stub = SimpleNamespace(image_token="<image>", **{"num_additional_image_tokens": 0} | stated)
 
-        def text(width: int, height: int) -> str:
+        def text(width: int, height: int) -> tuple[str, int]:
             found = square(np.zeros((3, height, width), dtype=np.uint8), input_data_format="channels_first")
-            return str(LlavaProcessor.replace_image_token(stub, found, 0))
+            return LlavaProcessor.replace_image_token(stub, found, 0), 1
 
     return text
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+def tiles(longest: int, side: int) -> dict[str, dict[str, Any]]:
+    """Changes of an Idefics model: tiles of one image token."""
+    return {
+        "config": {"vision_config": {"patch_size": side // 2}},
+        "preprocessor": {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": side}},
+        "processor": {"image_seq_len": 1},
+    }
+
+
+MODELS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
+    **{name: (name, {}) for name in FAMILIES},
+    "tiles of an odd size": ("idefics3", tiles(75, 15)),
+    "tiles that do not divide the longest edge": ("idefics3", tiles(70, 15)),
+    "more than 4096 pixels, and tiles without a token of their place": ("smolvlm", tiles(5000, 500)),
+    "images in one tile": ("idefics3", {"preprocessor": {"do_image_splitting": False}}),
+    "3 to 7 tiles": ("internvl", {"preprocessor": {"min_patches": 3, "max_patches": 7}}),
+    "images without tiles": ("internvl", {"preprocessor": {"max_patches": 1}}),
+    "limits of pixels by their older names": ("qwen2_vl", {"preprocessor": {"min_pixels": 500, "max_pixels": 900}}),
+    "images in a rectangle": ("mistral3", {"preprocessor": {"size": {"height": 50, "width": 90}}}),
+    "the embedding of a class": (
+        "llava",
+        {
+            "config": {"vision_feature_select_strategy": "full"},
+            "processor": {"vision_feature_select_strategy": "full"},
+        },
+    ),
+    "a square with a border": (
+        "llava",
+        {"preprocessor": {"image_processor_type": "LlavaImageProcessor", "do_pad": True}},
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    return request.param, write_image_model(tmp_path_factory.mktemp("images"), request.param)
+    name, changes = MODELS[request.param]
+    return name, write_image_model(tmp_path_factory.mktemp("images"), name, **changes)
 
 
 def check(layouts: ImageLayouts, layout: ImageLayout) -> None:
@@ -143,6 +182,7 @@ def test_layouts_are_those_of_transformers_for_every_size(model: tuple[str, Path
     @example(width=16, height=16)
     @example(width=17, height=16)
     @example(width=64, height=63)
+    @example(width=150, height=91)
     def of_any_size(width: int, height: int) -> None:
         if name in ("llava", "siglip"):
             width, height = 1 + width % 50, 1 + height % 50
@@ -154,7 +194,9 @@ def test_layouts_are_those_of_transformers_for_every_size(model: tuple[str, Path
                 expected(width, height)
             return
         check(layouts, layout)
-        assert list(layout.token_ids) == tokenizer.encode(expected(width, height), add_special_tokens=False).ids
+        text, num_tiles = expected(width, height)
+        assert list(layout.token_ids) == tokenizer.encode(text, add_special_tokens=False).ids
+        assert len(layout.parts) == num_tiles
 
     of_any_size()
 
@@ -255,3 +297,47 @@ def test_strips_that_no_processor_reads_are_refused(tmp_path: Path) -> None:
         assert layouts is not None
         with pytest.raises(ValueError, match=reason):
             layouts.of(60_000, 1)
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-5, 40)
+    | st.floats(allow_nan=False)
+    | st.sampled_from(["", "full", "<image>"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["height", "width", "a"]), inner),
+    max_leaves=4,
+)
+
+
+def test_files_of_any_content_are_read_or_refused_in_a_sentence(model: tuple[str, Path], tmp_path: Path) -> None:
+    _, folder = model
+    files = {file.name: file for file in folder.iterdir()}
+    kinds = [kind for kind in ("config.json", "preprocessor_config.json", "processor_config.json") if kind in files]
+    values = {kind: json.loads(files[kind].read_text()) for kind in kinds}
+    keys = [(kind, key) for kind in kinds for key in values[kind] if key != "model_type"]
+    keys += [("config.json", "vision_config." + key) for key in values["config.json"]["vision_config"]]
+
+    @settings(max_examples=25, deadline=None)
+    @given(st.lists(st.tuples(st.sampled_from(keys), JSON), min_size=1, max_size=2))
+    def of_any_content(changes: list[tuple[tuple[str, str], Any]]) -> None:
+        changed = json.loads(json.dumps(values))
+        for (kind, key), value in changes:
+            place = changed[kind]
+            if key.startswith("vision_config."):
+                place, key = place["vision_config"], key.removeprefix("vision_config.")
+            if isinstance(place, dict):
+                place[key] = value
+        for kind, found in changed.items():
+            (tmp_path / kind).write_text(json.dumps(found))
+        try:
+            layouts = read_image_layouts(files | {kind: tmp_path / kind for kind in kinds})
+        except ValueError as error:
+            assert str(error)  # noqa: PT017
+            return
+        assert layouts is not None
+        for width, height in ((1, 1), (30, 20), (20, 300)):
+            with suppress(ValueError):
+                check(layouts, layouts.of(width, height))
+
+    of_any_content()
