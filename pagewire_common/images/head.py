@@ -14,6 +14,9 @@ FORMATS = ("PNG", "JPEG", "WebP", "GIF")
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 """JPEG's markers of segments that contain the size."""
 _WITHOUT_LENGTH = {0x01, *range(0xD0, 0xD9)}
+_MAX_SEGMENTS = 1024
+"""Segments and filling bytes of a JPEG before its size, at 0.3 µs each. A file with large EXIF data and colour profile
+has 300."""
 
 
 class ImageHead(NamedTuple):
@@ -71,7 +74,9 @@ def _webp_size(data: bytes) -> tuple[int, int] | None:
 def _jpeg_size(data: bytes) -> tuple[int, int] | None:
     """The size in the first frame segment, which may follow others, such as EXIF data."""
     place = 2
-    while place + 9 <= len(data) and data[place] == 0xFF:
+    for _ in range(_MAX_SEGMENTS):
+        if place + 9 > len(data) or data[place] != 0xFF:
+            break
         marker = data[place + 1]
         if marker == 0xFF:  # a filling byte
             place += 1

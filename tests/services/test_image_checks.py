@@ -1,7 +1,9 @@
 """Images of requests are refused in a sentence before they take memory, and decoded once."""
 
 import asyncio
+import random
 
+import grpc
 import pytest
 from image_files import animated_gif, image_file, png, rotated
 
@@ -73,6 +75,11 @@ REFUSED = {
     "no pixels": (png(0, 10, []), "has 0 x 10 pixels"),
     "many bytes": (image_file() + bytes(MAX_BYTES), f"bytes; at most {MAX_BYTES} are allowed"),
     "a large GIF": (b"GIF89a" + b"\xff" * 20, "has 65535 x 65535 pixels"),
+    "a JPEG of 4 million comments": (
+        b"\xff\xd8" + b"\xff\xfe\x00\x02" * (MAX_BYTES // 4 - 1),
+        "begins as JPEG, and has no size",
+    ),
+    "a JPEG of filling bytes": (b"\xff\xd8" + b"\xff" * (MAX_BYTES - 2), "begins as JPEG, and has no size"),
     "no rows": (png(20, 10, []), "is damaged or cut off: it begins as PNG, and cannot be decoded"),
     **{
         f"half a {kind}": (half(image_file(200, 100, kind)), f"is damaged or cut off: it begins as {kind}")
@@ -115,11 +122,12 @@ async def test_an_image_that_takes_too_much_is_refused_and_others_are_read(monke
     checker = ImageChecker()
     large = png(4000, 4000, (b"\0" + bytes(4000) for _ in range(4000)))
     with monkeypatch.context() as patch:
-        patch.setattr(checker_module, "MAX_MEMORY", 48 << 20)
-        with pytest.raises(RequestError, match="image cannot be decoded: it takes more than 48 MiB of memory"):
+        patch.setattr(checker_module, "MEMORY_OF_PIXEL", 0)
+        with pytest.raises(RequestError, match="image cannot be decoded: it takes more than 64 MiB of memory"):
             await checker.check("image", large)
     with monkeypatch.context() as patch:
         patch.setattr(checker_module, "SECONDS", 0.01)
+        patch.setattr(checker_module, "SECONDS_OF_PIXEL", 0)
         with pytest.raises(RequestError, match=r"image cannot be decoded: it takes more than 0\.01 s of CPU time"):
             await checker.check("image", large[:-4] + b"late")
     assert (await checker.check("image", image_file())).width == 20
@@ -141,3 +149,19 @@ def test_any_bytes_after_the_first_ones_are_read_or_refused() -> None:
                 read_head(data[:length])
             except ValueError as error:
                 assert str(error).startswith(("is ", "has "))  # noqa: PT017
+
+
+async def test_a_file_with_any_damage_is_read_or_refused(checker: ImageChecker) -> None:
+    numbers = random.Random(1)
+    for kind in FORMATS:
+        data = image_file(kind=kind)
+        for _ in range(30):
+            damaged = bytearray(data)
+            for _ in range(numbers.randint(1, 4)):
+                damaged[numbers.randrange(len(data))] = numbers.randrange(256)
+            try:
+                checked = await checker.check("image", bytes(damaged))
+            except RequestError as error:
+                assert error.code is grpc.StatusCode.INVALID_ARGUMENT  # noqa: PT017
+            else:
+                assert checked.width * checked.height <= MAX_PIXELS

@@ -12,16 +12,17 @@ from typing import NamedTuple
 import grpc
 
 from pagewire_common.calls.errors import RequestError
-from pagewire_common.images.head import MAX_BYTES, read_head
+from pagewire_common.images.head import MAX_BYTES, ImageHead, read_head
 from scheduler_service.frontend.images.image_process import SIZE
 from scheduler_service.frontend.limited.limited_process import LimitedProcess, LimitedProcesses, LimitError, Limits
 
 NUM_DECODERS = 2
-SECONDS = 5.0
-"""CPU seconds for decoding an image."""
-MAX_MEMORY = 768 << 20
-"""Data bytes of a decoding process. Images of `MAX_PIXELS` took 256 MiB (GIF), 320 (JPEG, PNG), 448 (progressive CMYK
-JPEG) and 640 (lossless WebP with alpha, rotated), and 0.2 to 1 s."""
+SECONDS, SECONDS_OF_PIXEL = 0.5, 1e-7
+"""CPU seconds for decoding an image, and for each of its pixels. Images of `MAX_PIXELS` took 0.2 to 1.1 s."""
+MEMORY, MEMORY_OF_PIXEL, MEMORY_OF_BYTE = 64 << 20, 20, 3
+"""Data bytes of a decoding process, and those for each pixel and for each byte of the file. The process starts with
+13 MiB. Images of `MAX_PIXELS` took 256 MiB (GIF), 320 (JPEG, PNG), 448 (progressive CMYK JPEG) and 610 (lossless WebP
+with alpha, rotated)."""
 MAX_KEPT = 1 << 14
 """Images whose result is kept, in about 300 bytes each."""
 
@@ -49,7 +50,7 @@ class ImageChecker:
         if len(data) > MAX_BYTES:
             raise _invalid(f"{name} has {len(data)} bytes; at most {MAX_BYTES} are allowed")
         try:
-            read_head(data)
+            head = read_head(data)
         except ValueError as error:
             raise _invalid(f"{name} {error}") from None
         digest = await asyncio.to_thread(_digest, data)
@@ -57,7 +58,7 @@ class ImageChecker:
         # Requests with the same image wait for the first. If its client disconnects, the next one goes on.
         async with turn:
             if (found := self._found.get(digest)) is None:
-                found = await self._decoders.run(lambda process: _decode(process, data))
+                found = await self._decoders.run(lambda process: _decode(process, data, _limits(head, len(data))))
             self._keep(digest, found)
         if isinstance(found, str):
             raise _invalid(f"{name} {found}")
@@ -70,9 +71,15 @@ class ImageChecker:
             self._found.popitem(last=False)
 
 
-def _decode(process: LimitedProcess, data: bytes) -> tuple[int, int] | str:
+def _limits(head: ImageHead, num_bytes: int) -> Limits:
+    pixels = head.width * head.height
+    memory = MEMORY + MEMORY_OF_PIXEL * pixels + MEMORY_OF_BYTE * num_bytes
+    return Limits(SECONDS + SECONDS_OF_PIXEL * pixels, memory)
+
+
+def _decode(process: LimitedProcess, data: bytes, limits: Limits) -> tuple[int, int] | str:
     try:
-        reply = process.ask(data, Limits(SECONDS, MAX_MEMORY))
+        reply = process.ask(data, limits)
     except LimitError as limit:
         return f"cannot be decoded: {limit}"
     if not reply[0]:
