@@ -21,7 +21,7 @@ SECONDS, SECONDS_OF_PIXEL = 0.5, 1e-7
 """CPU seconds for decoding an image, and for each of its pixels. Images of `MAX_PIXELS` took 0.2 to 1.1 s."""
 MEMORY, MEMORY_OF_PIXEL, MEMORY_OF_BYTE = 64 << 20, 20, 3
 """Data bytes of a decoding process, and those for each pixel and for each byte of the file. The process starts with
-13 MiB. Images of `MAX_PIXELS` took 256 MiB (GIF), 320 (JPEG, PNG), 448 (progressive CMYK JPEG) and 610 (lossless WebP
+12 MiB. Images of `MAX_PIXELS` took 256 MiB (GIF), 320 (JPEG, PNG), 448 (progressive CMYK JPEG) and 610 (lossless WebP
 with alpha, rotated)."""
 MAX_KEPT = 1 << 14
 """Images whose result is kept, in about 300 bytes each."""

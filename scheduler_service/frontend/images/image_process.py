@@ -6,7 +6,7 @@ from pagewire_common.images.decoding import decode_image
 from scheduler_service.frontend.limited.limited_work import connect_to_the_front_end, serve
 
 MAX_KEPT = 64 << 20
-"""Bytes of resident memory of the process, which starts with 25 MiB. It exits after an image with which it exceeds
+"""Bytes of resident memory of the process, which starts with 19 MiB. It exits after an image with which it exceeds
 `MAX_KEPT`."""
 SIZE = struct.Struct("=II")
 """Width and height in an answer. Any other answer is an error message, which begins with a zero byte."""

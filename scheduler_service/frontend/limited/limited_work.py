@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pagewire_common.processes.child_process import end_with_the_parent, leave_signals_to_the_parent
 
 LIMITS = struct.Struct("=dQ")
-"""Header of each piece of work: CPU seconds, and data bytes with those of the idle process."""
+"""Message before each piece of work: CPU seconds, and data bytes with those of the idle process."""
 
 
 class Outcome(IntEnum):
@@ -73,21 +73,21 @@ def _answer_each(connection: Connection, answer: Callable[[bytes], bytes], most_
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     while True:
         try:
-            message = connection.recv_bytes()
+            limits, message = connection.recv_bytes(), connection.recv_bytes()
         except (EOFError, OSError):
             return _END
-        connection.send_bytes(_limited(message, answer))
+        connection.send_bytes(_limited(limits, message, answer))
         if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10 > most_kept:
             return _ANOTHER
 
 
-def _limited(message: bytes, answer: Callable[[bytes], bytes]) -> bytes:
-    seconds, num_bytes = LIMITS.unpack_from(message)
+def _limited(limits: bytes, message: bytes, answer: Callable[[bytes], bytes]) -> bytes:
+    seconds, num_bytes = LIMITS.unpack(limits)
     most = resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, most))
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
-        return bytes([Outcome.DONE]) + answer(message[LIMITS.size :])
+        return bytes([Outcome.DONE]) + answer(message)
     except MemoryError:
         return bytes([Outcome.TOO_MUCH_MEMORY])
     except RecursionError:
