@@ -90,6 +90,7 @@ async def refusal(model: ServedModel, message: pb.GenerateRequest) -> RequestErr
 
 Change = Callable[[ServedModel], ServedModel]
 REFUSED: dict[str, tuple[pb.GenerateRequest, Change, str]] = {
+    "1,000 images": (request(*[DATA] * 1000), lambda model: model, "parts has 1000 entries; at most 256 are allowed"),
     "no file": (request("a", b""), lambda model: model, "parts[1].image is empty"),
     "a damaged file": (request(DATA[:-30]), lambda model: model, "parts[0].image is damaged or cut off"),
     "a shape": (
