@@ -8,7 +8,7 @@ from scheduler_service.core.blocks.manager import AllocStatus, BlockManager
 from scheduler_service.core.config import PhaseRule, PreemptionMode, SchedulerConfig
 from scheduler_service.core.groups.encoder_input import EncoderInput
 from scheduler_service.core.groups.pooling_params import PoolingParams, PoolingType
-from scheduler_service.core.groups.prompt_item import ImagePart, PromptItem
+from scheduler_service.core.groups.prompt_item import EncoderItem, ImagePart, PromptItem
 from scheduler_service.core.groups.sampling_params import SamplingParams, TranscriptParams
 from scheduler_service.core.groups.sequence import Sequence, SequenceGroup
 from scheduler_service.core.groups.sequence_status import SequenceStatus
@@ -28,6 +28,7 @@ __all__ = [
     "BlockAllocator",
     "BlockManager",
     "EncoderInput",
+    "EncoderItem",
     "FairQueue",
     "ImagePart",
     "ModelOutput",

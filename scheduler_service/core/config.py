@@ -121,6 +121,10 @@ class SchedulerConfig:
     """Speed of computing a prompt, for AUTO preemption. At 0, any swap counts as faster."""
     max_num_encoder_tokens: int = 0
     """Tokens that the encoders of encoder-decoder models read in a step."""
+    encoder_cache_size: int = 0
+    """Tokens of images whose embeddings the worker keeps (0: prompts have no images)."""
+    encoder_budget: int = 0
+    """Tokens of images that a step encodes. A single image may exceed this number."""
     max_step_bytes: int = 8 << 20
     """Bytes that describe new sequences in a step (see planning/step.py). A prompt of 131,072 tokens counts as 0.7 MB;
     the default takes about 15 ms to encode."""
@@ -147,6 +151,8 @@ class SchedulerConfig:
             "swap_bytes_per_second",
             "prefill_tokens_per_second",
             "max_num_encoder_tokens",
+            "encoder_cache_size",
+            "encoder_budget",
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
@@ -165,6 +171,8 @@ class SchedulerConfig:
                 f"({self.max_num_seqs}), so that every running sequence can gain a token in a step"
             )
         if self.is_encoder:
+            if self.encoder_cache_size:
+                raise ValueError(f"encoder_cache_size is {self.encoder_cache_size}; without blocks it must be 0")
             if self.max_num_batched_tokens < self.max_model_len:
                 raise ValueError(
                     f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_model_len "

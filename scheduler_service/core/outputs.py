@@ -4,6 +4,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from scheduler_service.core.groups.prompt_item import EncoderItem
 from scheduler_service.core.groups.sequence import Sequence, SequenceGroup
 from scheduler_service.core.placement.choice import Placement
 
@@ -71,6 +72,12 @@ class SchedulerOutput:
     preempted: list[int] = field(default_factory=list)
     dropped_items: list[bytes] = field(default_factory=list)
     """Digests of items that the worker drops before it takes new sequences."""
+    items_to_encode: list[EncoderItem] = field(default_factory=list)
+    """Images that the worker encodes, in this order, before it computes the chunks."""
+    num_encoded_tokens: int = 0
+    """Tokens of these images."""
+    dropped_embeddings: list[EncoderItem] = field(default_factory=list)
+    """Encoded images that the worker drops before it encodes others."""
     ignored: list[SequenceGroup] = field(default_factory=list)
     placements: list[Placement] = field(default_factory=list)
     """Waiting groups that this step admits, or leaves to other workers, whose next steps should be planned now."""
@@ -123,6 +130,8 @@ class ModelOutput:
     failed_sequence_ids: frozenset[int] = frozenset()
     barred_sequence_ids: frozenset[int] = frozenset()
     """Failed sequences with finite logits, whose parameters or output form allow no token."""
+    failed_items: SequenceOf[EncoderItem] = ()
+    """Images of the step's `items_to_encode` that could not be decoded."""
     num_draft_tokens: list[int] = field(default_factory=list)
     num_draft_tokens_wanted: list[int] = field(default_factory=list)
     vectors: dict[int, bytes] = field(default_factory=dict)
@@ -130,7 +139,9 @@ class ModelOutput:
 
     @property
     def has_tokens_alone(self) -> bool:
-        return not (self.logprobs or self.prompt_logprobs or self.vectors or self.failed_sequence_ids)
+        return not (
+            self.logprobs or self.prompt_logprobs or self.vectors or self.failed_sequence_ids or self.failed_items
+        )
 
     @property
     def is_plain(self) -> bool:

@@ -28,6 +28,7 @@ from scheduler_service.core.outputs import ModelOutput, SchedulerOutput, Sequenc
 from scheduler_service.core.placement.worker import Member
 from scheduler_service.core.planning.adapters import AdapterFetch, Adapters
 from scheduler_service.core.planning.answers import Answers
+from scheduler_service.core.planning.encoder_cache import EncoderCache
 from scheduler_service.core.planning.preemption import Preemption
 from scheduler_service.core.planning.running import ChunkSizes, DraftRoom, RunningPlanner, SteadyPlan
 from scheduler_service.core.planning.shared_prefixes import SharedPrefixes
@@ -63,7 +64,8 @@ class Scheduler:
         self.adapters = Adapters(
             config.max_loras, config.max_held_loras, waiting.live_adapters, balancer.adapter_directory, self.member.bit
         )
-        shared = self.blocks, self._in_flight, self.adapters, WorkerItems()
+        self.encoder_cache = EncoderCache(config)
+        shared = self.blocks, self._in_flight, self.adapters, WorkerItems(), self.encoder_cache
         self._groups = WorkerGroups(config, waiting, *shared)
         session = Session(config, worker, waiting, balancer, self.member, *shared, self._groups)
         chunk_sizes = ChunkSizes(session)
@@ -92,6 +94,7 @@ class Scheduler:
         if not self.has_work:
             return self._writer.write_nothing()
         step = Step(self.config, QueueView(self.waiting, self.worker), now)
+        self.encoder_cache.settle()
         may_suspect = self._groups.accused or (self.waiting and self.waiting.head.is_suspect)
         suspect = self._suspects.next(step) if may_suspect else None
         if suspect is not None and self._in_flight.outputs:
@@ -192,7 +195,8 @@ class Scheduler:
             # Such a sequence may have left the steady plan although it has tokens to compute.
             self._steady.forget()
         seconds = self._in_flight.answer(output, answer, now)
-        self.balancer.stepped(self.member, output.num_tokens + sum(answer.num_draft_tokens), seconds)
+        if not output.items_to_encode:  # the time depends on images, too
+            self.balancer.stepped(self.member, output.num_tokens + sum(answer.num_draft_tokens), seconds)
         if self._groups.accused:
             self._evidence.answered(output, seconds)
         return self._answers.take_in(output, answer)

@@ -9,10 +9,17 @@ from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire.v1 import worker_service_pb2 as worker_pb
 from pagewire.v1.sequence_group_pb2 import GroupSampling, TokenSequence
 from pagewire_common.sampling import NUMBERS
-from scheduler_service.core import ModelOutput, PoolingParams, SamplingParams, SchedulerOutput, TranscriptParams
+from scheduler_service.core import (
+    EncoderItem,
+    ModelOutput,
+    PoolingParams,
+    SamplingParams,
+    SchedulerOutput,
+    TranscriptParams,
+)
 from scheduler_service.core.groups.sequence import EncoderSequence
 from scheduler_service.core.outputs import Fork, NewSequence, TokenLogprobs
-from scheduler_service.wire.messages import encode_fields, fill_column
+from scheduler_service.wire.messages import encode_fields, fill_column, item_fields
 
 PROTOCOL_VERSION = 4
 
@@ -52,6 +59,8 @@ class WorkerInfo(NamedTuple):
     feature_bytes: int = 0
     layer_groups: Sequence[pb.LayerGroup] = ()
     prompt_embeds_size: int = 0
+    encoder_cache_size: int = 0
+    encoder_budget: int = 0
 
 
 def decode_worker_info(message: worker_pb.GetWorkerInfoResponse) -> WorkerInfo:
@@ -120,7 +129,7 @@ def _fill_new_sequence(message: pb.NewSequence, new: NewSequence) -> None:
     for item in sequence.group.items:
         sent = item if item.digest in to_send else item._replace(data=b"", num_bytes=0)
         to_send.discard(item.digest)  # equal items of a prompt are sent once
-        message.items.add(**sent._asdict())
+        message.items.add(**item_fields(sent))
     if sequence.group.encoder is not None:
         message.encoder_sequence_id = sequence.group.encoder.id
 
@@ -146,6 +155,10 @@ def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.Scheduler
         preempted=output.preempted,
         dropped_items=output.dropped_items,
     )
+    for name in output.items_to_encode:
+        message.items_to_encode.add(digest=name.digest, part=name.part)
+    for name in output.dropped_embeddings:
+        message.dropped_embeddings.add(digest=name.digest, part=name.part)
     # Created in place: protobuf would serialize and parse a finished message again.
     for sequence_id, start, block_ids, layer_group in output.block_table_updates:
         message.block_table_updates.add(
@@ -202,6 +215,7 @@ def decode_model_output(message: pb.ModelOutput) -> ModelOutput:
         num_draft_tokens=list(message.num_draft_tokens),
         num_draft_tokens_wanted=list(message.num_draft_tokens_wanted),
         vectors={vectors.sequence_id: vectors.data for vectors in message.vectors},
+        failed_items=[EncoderItem(item.digest, item.part) for item in message.failed_items],
     )
     if not output.barred_sequence_ids <= output.failed_sequence_ids:
         raise ValueError("a sequence with no allowed token has not failed")

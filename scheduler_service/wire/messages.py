@@ -23,7 +23,7 @@ import numpy.typing as npt
 from google.protobuf.message import Message
 
 from pagewire.v1 import engine_service_pb2 as pb
-from scheduler_service.core import EncoderInput, PromptItem, SamplingParams, SequenceGroup
+from scheduler_service.core import EncoderInput, ImagePart, PromptItem, SamplingParams, SequenceGroup
 from scheduler_service.core.config import LayerGroup
 from scheduler_service.wire.sampling import RequestSampling
 
@@ -127,7 +127,7 @@ def _write(message: Message, field: FieldDescriptor, value: Any) -> None:
             column.extend(value)
         else:
             for item in value:
-                column.add(**item._asdict() if isinstance(item, LayerGroup | PromptItem) else {"token_ids": item})
+                column.add(**_fields_of(item))
     elif field.message_type is not None:
         encode_fields(type(value), value, getattr(message, name))
     else:
@@ -170,7 +170,42 @@ def _read_layer_groups(messages: Any) -> tuple[LayerGroup, ...]:
 
 
 def read_items(messages: Any) -> tuple[PromptItem, ...]:
-    return tuple(PromptItem(one.digest, one.start, one.num_embeddings, one.num_bytes, one.data) for one in messages)
+    """Items with equal digests share the data of the first."""
+    data: dict[bytes, bytes] = {}
+    return tuple(
+        PromptItem(
+            one.digest,
+            one.start,
+            one.num_embeddings,
+            one.num_bytes,
+            data.setdefault(one.digest, one.data),
+            _read_image(one),
+        )
+        for one in messages
+    )
+
+
+def fill_items(column: Any, items: Sequence[PromptItem]) -> None:
+    """Write items, and the data of equal digests once."""
+    written = set[bytes]()
+    for item in items:
+        column.add(**item_fields(item if item.digest not in written else item._replace(data=b"")))
+        written.add(item.digest)
+
+
+def _read_image(item: Any) -> ImagePart | None:
+    image = item.image
+    return ImagePart(image.width, image.height, image.part) if item.HasField("image") else None
+
+
+def item_fields(item: PromptItem) -> dict[str, Any]:
+    return item._asdict() | {"image": item.image and item.image._asdict()}
+
+
+def _fields_of(entry: Any) -> dict[str, Any]:
+    if isinstance(entry, PromptItem):
+        return item_fields(entry)
+    return entry._asdict() if isinstance(entry, LayerGroup) else {"token_ids": entry}
 
 
 def _read_sequences(messages: Any) -> tuple[tuple[int, ...], ...]:

@@ -9,8 +9,11 @@ from dataclasses import dataclass, field
 from itertools import chain
 from random import Random
 
-from scheduler_service.core import ModelOutput, SchedulerConfig, SchedulerOutput, SequenceGroup
+from fake_encoder import FakeEncoder
+
+from scheduler_service.core import EncoderItem, ModelOutput, SchedulerConfig, SchedulerOutput, SequenceGroup
 from scheduler_service.core.blocks.tables import NO_BLOCK
+from scheduler_service.core.groups.prompt_item import Items
 from scheduler_service.core.groups.sequence import EncoderSequence, Sequence
 from scheduler_service.core.outputs import TokenLogprobs
 
@@ -34,7 +37,7 @@ def read_tokens(sequence: Sequence) -> list[int]:
     """What a worker reads: numbers made of an item's digest in place of its placeholders."""
     tokens = list(sequence.token_ids)
     for item in sequence.group.items:
-        content = int.from_bytes(item.digest[:4], "little") << 8
+        content = (int.from_bytes(item.digest[:4], "little") << 8) + (item.part << 6)
         tokens[item.start : item.stop] = range(content, content + item.num_embeddings)
     return tokens
 
@@ -110,6 +113,7 @@ class Mirror:
     num_computed: int
     num_draft: int = 0
     encoder: "Mirror | None" = None
+    items: Items = ()
     seed: int = 0
     known_prefixes: list[int] = field(default_factory=list)
 
@@ -146,6 +150,7 @@ class FakeWorker:
         empty = [-1] * self.config.block_size
         self.slots: list[list[int]] = [list(empty) for _ in range(self.config.num_device_blocks)]
         self.items: set[bytes] = set()
+        self.encoder = FakeEncoder(self.config)
         self.host_slots: list[list[int]] = [list(empty) for _ in range(self.config.num_host_blocks)]
 
     def execute(self, output: SchedulerOutput) -> ModelOutput:
@@ -165,7 +170,8 @@ class FakeWorker:
         for sequence, table, num_computed, further, items_sent in output.new_sequences:
             assert sequence.id not in self.mirrors, "a known sequence was sent as new"
             self._take_items(sequence, num_computed, items_sent)
-            mirror = Mirror(read_tokens(sequence), self._tables(table, further), sequence.index, num_computed)
+            tables = self._tables(table, further)
+            mirror = Mirror(read_tokens(sequence), tables, sequence.index, num_computed, items=sequence.group.items)
             self._give_encoder(mirror, sequence)
             self.mirrors[sequence.id] = mirror
         for parent_id, child, num_tokens, table, num_computed, further in output.forks:
@@ -176,6 +182,7 @@ class FakeWorker:
             assert num_computed <= parent.num_computed, "a fork begins behind what its parent has computed"
             tables = self._tables(table, further)
             mirror = Mirror(tokens, tables, child.index, num_computed, encoder=parent.encoder, seed=parent.seed)
+            mirror.items = parent.items
             self.mirrors[child.id] = mirror
         for update in output.block_table_updates:
             table = self.mirrors[update.sequence_id].tables[update.layer_group]
@@ -189,6 +196,7 @@ class FakeWorker:
         }
         scheduled = [(s, num_tokens - num_unused.get(s.id, 0), samples) for s, num_tokens, samples in output.scheduled]
         late = {sequence for sequence, _, samples in scheduled if samples and self._is_late(sequence)}
+        failed_items = self._encode(output, scheduled)
         # A step writes all keys and values before it reads any.
         for sequence, num_tokens, samples in scheduled:
             if sequence.is_encoder:
@@ -207,6 +215,7 @@ class FakeWorker:
                 if samples:
                     sampled[sequence] = self._sample(mirror, sequence in late)
         answer = ModelOutput(output.step_id, [token for tokens in sampled.values() for token in tokens])
+        answer.failed_items = failed_items
         if output.num_draft_tokens:
             answer.num_draft_tokens = [output.num_draft_tokens.get(s, 0) - num_unused.get(s.id, 0) for s in sampled]
         if output.num_draft_tokens or not all(sampled.values()):
@@ -221,6 +230,11 @@ class FakeWorker:
                     for token, prefix in zip(tokens, prefixes[end - len(tokens) - 1 :], strict=False)
                 ]
         return answer
+
+    def _encode(self, output: SchedulerOutput, scheduled: list[tuple[Sequence, int, bool]]) -> list[EncoderItem]:
+        mirrors = [(self.mirrors[sequence.id], num_tokens) for sequence, num_tokens, _ in scheduled]
+        chunks = [(mirror.items, mirror.num_computed, num_tokens) for mirror, num_tokens in mirrors]
+        return self.encoder.encode(output, chunks, self.items)
 
     def _take_items(self, sequence: Sequence, num_computed: int, sent: frozenset[bytes]) -> None:
         assert self.items.isdisjoint(sent), "an item was sent twice"

@@ -10,6 +10,7 @@ from fake_worker import FakeWorker
 
 from scheduler_service.core import (
     EncoderInput,
+    ImagePart,
     ModelOutput,
     PromptItem,
     SamplingParams,
@@ -80,6 +81,10 @@ def make_item(content: str, start: int, num_embeddings: int, num_bytes: int = 10
     return PromptItem(hashlib.sha256(content.encode()).digest(), start, num_embeddings, num_bytes, bytes(num_bytes))
 
 
+def make_image(content: str, start: int, num_embeddings: int, part: int = 0) -> PromptItem:
+    return make_item(content, start, num_embeddings)._replace(image=ImagePart(64, 48, part))
+
+
 def suspect(group: SequenceGroup, num_losses: int = 2, *workers: str) -> SequenceGroup:
     """The group after losses of these workers, in company."""
     group.suspicion = Suspicion()
@@ -102,6 +107,7 @@ def step(scheduler: Scheduler, worker: FakeWorker) -> SchedulerOutput:
     if not output.is_empty:
         scheduler.update_from_output(output, worker.execute(output))
     scheduler.blocks.check()
+    scheduler.encoder_cache.check()
     assert scheduler.num_running_seqs == sum(group.num_seqs for group in scheduler.running)
     return output
 
@@ -134,5 +140,6 @@ def run_ahead(
         if output.is_empty or len(in_flight) > num_ahead:
             scheduler.update_from_output(*in_flight.pop(0))
         scheduler.blocks.check()
+        scheduler.encoder_cache.check()
         assert scheduler.num_running_seqs == sum(group.num_seqs for group in scheduler.running)
     return steps

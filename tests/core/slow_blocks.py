@@ -180,7 +180,8 @@ class SlowBlocks:
         """The key of a block in a group of layers, which includes the encoder's input."""
         tokens = tuple(sequence.token_ids[: (index // self.in_page(number) + 1) * self.config.block_size])
         of_group = sequence.group.root, tuple(sequence.group.encoder_tokens)
-        return (index, number, *of_group, "of the encoder" if sequence.is_encoder else tokens)
+        images = tuple(image for image in sequence.group.images if image.start < len(tokens))
+        return (index, number, *of_group, "of the encoder" if sequence.is_encoder else tokens, images)
 
     def key_of_page(self, sequence: SlowSequence, page: int) -> Key:
         return self.key_of(sequence, 0, (page + 1) * self.in_page(0) - 1)

@@ -2,12 +2,14 @@
 
 import itertools
 
+from slow_images import SlowImage
+
 from scheduler_service.core import SamplingParams, SequenceStatus
 from scheduler_service.core.groups.beam_search import BeamSearch
 
-Key = tuple[int, int, bytes, tuple[int, ...], tuple[int, ...] | str]
-"""The index of a block, its group of layers, a salt, the encoder's tokens, and the decoder's tokens up to the end of
-the block's page, or a word for the encoder."""
+Key = tuple[int, int, bytes, tuple[int, ...], tuple[int, ...] | str, tuple[SlowImage, ...]]
+"""The index of a block, its group of layers, a salt, the encoder's tokens, the decoder's tokens up to the end of the
+block's page (or a word for the encoder), and the images among them."""
 
 
 class Block:
@@ -48,6 +50,7 @@ class SlowSequence:
         self.num_parents_tokens = 0
         self.candidates = None
         self.num_wanted = 0  # draft tokens that there should be room for
+        self.begun: list[SlowImage] = []  # that it has read from since it was placed on the device
         self.num_drafted = 0  # draft tokens that there is room for in the steps that are not answered yet
 
     @property
@@ -92,9 +95,11 @@ class SlowGroup:
         sampling: SamplingParams,
         root: bytes,
         encoder: tuple[int, ...] = (),
+        images: tuple[SlowImage, ...] = (),
         **about: object,
     ) -> None:
         self.name, self.prompt, self.sampling, self.root = name, prompt, sampling, root
+        self.images = images
         self.priority, self.tenant, self.lora, self.arrived_at = (
             about[key] for key in ("priority", "tenant", "lora", "arrived_at")
         )

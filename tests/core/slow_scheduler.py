@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from slow_blocks import SlowBlocks
 from slow_groups import Block, Key, SlowGroup, SlowQueue, SlowSequence
+from slow_images import SlowImages
 from slow_loras import SlowLoras
+from workloads import IMAGE_BYTES
 
 from scheduler_service.core import PhaseRule, PreemptionMode, SchedulerConfig, SequenceStatus
 from scheduler_service.core.queues import waiting_queue
@@ -30,6 +32,7 @@ class SlowScheduler(SlowBlocks):
         super().__init__(config)
         self.queue = queue
         self.adapters = SlowLoras(self)
+        self.images = SlowImages(self)
         self.ended: list[SlowSequence] = []  # that the worker is to be told of
         self.prompt_seconds = 0.0
         self.num_preemptions = dict.fromkeys((PreemptionMode.RECOMPUTE, PreemptionMode.SWAP), 0)
@@ -52,7 +55,8 @@ class SlowScheduler(SlowBlocks):
         return self.config.max_step_bytes - sum(to_tell) - 10 * self.num_swapped_in
 
     def bytes_to_tell(self, sequence: SlowSequence, num_tokens: int) -> int:
-        """Five bytes for every number in a list, sixteen for a pair or an inner list, 256 for the rest."""
+        """Five bytes for every number in a list, sixteen for a pair or an inner list, 64 for an image, 256 for the
+        rest; and the data of images."""
         if sequence.is_table_known:
             return 0
         if sequence.is_encoder:
@@ -62,14 +66,16 @@ class SlowScheduler(SlowBlocks):
         numbers = []
         for layers, table in zip(self.layers, sequence.device, strict=True):
             numbers += [None] * max(self.entries_for(layers, sequence.computed + num_tokens), len(table))
-        sampling, lists, name = sequence.group.sampling, [], ""
+        sampling, lists, name, num_bytes = sequence.group.sampling, [], "", 256
         if not sequence.is_known and sequence.parent is not None and sequence.parent.is_known:
             numbers += sequence.token_ids[sequence.num_parents_tokens :]
         elif not sequence.is_known:
             numbers += [*sequence.token_ids, *sampling.eos_token_ids, *sampling.stop_token_ids]
             numbers += [*sampling.allowed_token_ids, *(token for word in sampling.bad_words for token in word)]
             lists, name = [*sampling.logit_bias.items(), *sampling.bad_words], sequence.group.lora + sampling.form
-        return 256 + 5 * len(numbers) + 16 * len(lists) + 4 * len(name)
+            digests = {image.name.digest for image in sequence.group.images}
+            num_bytes += 64 * len(sequence.group.images) + IMAGE_BYTES * len(digests)
+        return num_bytes + 5 * len(numbers) + 16 * len(lists) + 4 * len(name)
 
     def most_at_first(self, sequence: SlowSequence, before: list[SlowSequence]) -> int:
         """Tokens in the first round. A long prompt gets half of the previous long one's."""
@@ -194,6 +200,7 @@ class SlowScheduler(SlowBlocks):
         are_apart = self.config.phase_rule is PhaseRule.SEPARATE and catching_up  # none decodes among those
         for sequence in catching_up if are_apart else group.live:
             num_tokens = min(self.most_at_first(sequence, [s for s, _ in chunks]), left)
+            num_tokens = self.images.reach(group, sequence.computed, num_tokens)
             if num_tokens and sequence.device is not None and (sequence.is_table_known or bytes_left > 0):
                 chunks.append((sequence, num_tokens))
                 left -= num_tokens
@@ -220,6 +227,8 @@ class SlowScheduler(SlowBlocks):
         self.num_preemptions[mode] += 1
         self.has_preempted = True
         if mode is PreemptionMode.SWAP:
+            for sequence in group.live:
+                sequence.begun = []
             self.num_swapped_out += self.move(group, to_host=True)
             self.running.remove(group)
             self.swapped.insert(0, group)
@@ -287,7 +296,7 @@ class SlowScheduler(SlowBlocks):
         num_reserved = self.num_reserved if rest else 0
         if not self.tokens_left_without(victims):
             return False
-        if not self.can_encode(group):
+        if not (self.can_encode(group) and self.can_read(group)):
             return False
         return needed + num_reserved <= self.config.num_device_blocks - len(held) and self.has_slots(group, rest)
 
@@ -295,13 +304,18 @@ class SlowScheduler(SlowBlocks):
         """Whether the step has room for the encoder's input, unless it is cached."""
         return bool(self.cached_encoder(group)) or len(group.encoder_tokens) <= self.encoder_tokens_left
 
+    def can_read(self, group: SlowGroup) -> bool:
+        """Whether the step can compute the first token that is not cached."""
+        num_cached = self.cached(group.live[0])[0] * self.config.block_size
+        return self.images.reach(group, num_cached, 1) > 0
+
     def tokens_left_without(self, victims: list[SlowGroup]) -> int:
         others = [n for sequence, n, _ in self.plan if sequence.group not in victims and not sequence.is_encoder]
         return self.config.max_num_batched_tokens - sum(others)
 
     def make_room(self, group: SlowGroup) -> bool:
         victims: list[SlowGroup] = []
-        if not self.adapters.has(group.lora) or not self.can_encode(group):
+        if not (self.adapters.has(group.lora) and self.can_encode(group) and self.can_read(group)):
             return False
         while not self.fits(group, victims):
             rest = [other for other in self.running if other not in victims]
@@ -352,6 +366,7 @@ class SlowScheduler(SlowBlocks):
         while self.is_next_waiting() and self.bytes_left > 0 and not self.has_preempted:
             group = self.next_waiting()
             is_too_long = len(group.encoder_tokens) > self.config.max_num_encoder_tokens
+            is_too_long = is_too_long or self.images.are_too_large(group)
             if group.num_seqs > self.config.max_num_seqs or is_too_long or self.never_fits(group):
                 self.queue.leave(group)
                 self.ignore(group)
@@ -434,6 +449,8 @@ class SlowScheduler(SlowBlocks):
         """From first to last, plan each anew with what the others leave, if blocks are free."""
         for index, (sequence, num_tokens, num_copies) in enumerate(self.plan):
             most = min(self.due(sequence), num_tokens + self.tokens_left)
+            if most > num_tokens:
+                most = self.images.reach(sequence.group, sequence.computed, most)
             if most > num_tokens and self.num_new_blocks([(sequence, most)]) <= self.num_free:
                 self.plan[index] = (sequence, most, num_copies + self.append_slots(sequence, most))
                 self.tell_of(sequence, most)
@@ -462,6 +479,7 @@ class SlowScheduler(SlowBlocks):
 
     def write(self, began: float | None) -> SlowStep:
         chunks, rooms = [], self.rooms
+        encoded, dropped = self.images.write()
         for sequence, num_tokens, _ in self.plan:
             samples = num_tokens >= sequence.uncomputed and not sequence.is_encoder
             num_tokens += rooms.get(sequence, 0)
@@ -478,6 +496,7 @@ class SlowScheduler(SlowBlocks):
                 for follower in sequence.group.live:
                     if follower.device is None:
                         self.fork(sequence, follower, min(num_shared, len(follower.token_ids) - 1))
+                        self.images.forked(sequence, follower)
                         follower.num_parents_tokens = len(sequence.group.prompt)
         decisions = {
             "scheduled": [(s.label, s.computed, num_tokens, samples) for s, num_tokens, samples, _ in chunks],
@@ -489,6 +508,8 @@ class SlowScheduler(SlowBlocks):
             "swapped out": self.num_swapped_out,
             "swapped in": self.num_swapped_in,
             "lacking": self.lacking,
+            "encoded": encoded,
+            "dropped": dropped,
         }
         for sequence in self.ended:
             sequence.is_known = False

@@ -16,7 +16,9 @@ from workloads import (
     random_request,
     sharing,
     with_encoder,
+    with_encoder_cache,
     with_few_adapters,
+    with_images,
     with_layer_groups,
     with_shared_prefixes,
 )
@@ -52,13 +54,15 @@ class Event:
     ends_index: int | None
 
 
-def random_event(rng: Random, number: int, *, has_encoder: bool, shares: bool) -> Event:
+def random_event(rng: Random, number: int, *, has_encoder: bool, has_images: bool, shares: bool) -> Event:
     ends = rng.choice([None, None, None, None, rng.randrange(24)])
     request = random_request(rng, number)
     if has_encoder:
         request = with_encoder(rng, request)
     if shares:
         request = sharing(request)
+    if has_images:
+        request = with_images(Random(f"images {number % 3}") if shares else rng, request)
     return Event(request, rng.randrange(16), ends, rng.choice([None, None, 0, 1]))
 
 
@@ -93,6 +97,7 @@ class Both:
             request.sampling,
             request.root + request.adapter_id.encode(),  # no cache is shared between adapters
             request.encoder,
+            request.images,
             priority=request.priority,
             tenant=request.tenant,
             lora=request.adapter_id,
@@ -128,6 +133,8 @@ class Both:
             "swapped out": len(output.blocks_to_swap_out),
             "swapped in": len(output.blocks_to_swap_in),
             "lacking": output.lacking_adapters,
+            "encoded": output.items_to_encode,
+            "dropped": output.dropped_embeddings,
         }
         assert decisions == step.decisions
         assert output.is_empty == step.is_empty
@@ -171,6 +178,7 @@ class Both:
                 (s.token_ids, s.status or False) for s in slow_group.sequences
             ]
         fast.blocks.check()
+        fast.encoder_cache.check()
         for known in fast.blocks._num_known:
             assert known.keys() <= fast.blocks.tables.keys() | fast.blocks.host_tables.keys()
         assert fast.num_running_seqs == sum(group.num_seqs for group in fast.running)
@@ -228,38 +236,50 @@ class Both:
 
 
 @settings(max_examples=400)
-@given(st.integers(0, 2**32), st.lists(st.booleans(), min_size=18, max_size=18), st.booleans(), st.just(True))
+@given(
+    st.integers(0, 2**32),
+    st.lists(st.booleans(), min_size=18, max_size=18),
+    st.booleans(),
+    st.just(True),
+    st.booleans(),
+)
 # Tokens that a preempted group gives back are handed out.
-@example(7300, [i in (4, 11, 12) for i in range(18)], False, False)
+@example(7300, [i in (4, 11, 12) for i in range(18)], False, False, False)
 # A group whose leader ended is new again in the same step.
-@example(73633789, [i in (4, 6) for i in range(18)], False, False)
+@example(73633789, [i in (4, 6) for i in range(18)], False, False, False)
 # Groups of layers without a window, which share more of a prompt than followers of a window could.
-@example(2965593632, [i in (11, 13, 14) for i in range(18)], False, True)
+@example(2965593632, [i in (11, 13, 14) for i in range(18)], False, True, False)
 def test_every_decision_is_that_of_the_slow_scheduler(
-    seed: int, takes_part: list[bool], share: bool, divides_layers: bool
+    seed: int, takes_part: list[bool], share: bool, divides_layers: bool, images: bool
 ) -> None:
     """What may happen follows from the seed; which requests take part is chosen, so that a failure shrinks to few, and
     whether they share their prompts. Most workers' layers are in one to four groups. A step's looks at those that wait
-    for a prefix may end early."""
+    for a prefix may end early. Half of all workers have prompts with images."""
     with (
         mock.patch.object(waiting_queue, "MAX_SHARING", Random(f"{seed} most").choice([1, 2, 256])),
         mock.patch.object(states, "OUTPUT_SPACING", Random(f"{seed} spacing").choice([1, 4, 8])),
     ):
-        compare_decisions(seed, takes_part, share=share, divides_layers=divides_layers)
+        compare_decisions(seed, takes_part, share=share, divides_layers=divides_layers, images=images)
 
 
-def compare_decisions(seed: int, takes_part: list[bool], *, share: bool, divides_layers: bool) -> None:
+def compare_decisions(seed: int, takes_part: list[bool], *, share: bool, divides_layers: bool, images: bool) -> None:
     rng = Random(seed)
     config = with_few_adapters(random_config(rng, (2, 5, 7, 8, 9, 10, 11, 12, 14, 16, 20)), seed)
     if share:
         config = with_shared_prefixes(config, seed)
     if divides_layers:
         config = with_layer_groups(config, seed)
+    if images:
+        config = with_encoder_cache(config, seed)
     both = Both(config, rng.choice(["fcfs", "priority", "priority", "fair"]), overtakes=rng.randint(1, 6))
     max_in_flight = rng.randint(1, 4)
     numbers = [number for number, takes in enumerate(takes_part) if takes]
     has_encoder = seed % 2 == 1 and config.max_num_encoder_tokens > 0
-    workload = [random_event(Random(f"{seed} {i}"), i, has_encoder=has_encoder, shares=share) for i in numbers]
+    has_images = images and not has_encoder
+    workload = [
+        random_event(Random(f"{seed} {i}"), i, has_encoder=has_encoder, has_images=has_images, shares=share)
+        for i in numbers
+    ]
     in_flight: list[tuple[SchedulerOutput, SlowStep]] = []
     drafts, adapters, resets = (Random(f"{seed} {name}") for name in ("drafts", "adapters", "resets"))
     for now in count():

@@ -7,7 +7,7 @@ import pytest
 from fake_worker import FakeWorker, reference_beams, reference_output
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_helpers import make_group, make_item, make_scheduler, output_of
+from scheduler_helpers import make_group, make_image, make_item, make_scheduler, output_of
 
 from scheduler_service.core import (
     FairQueue,
@@ -17,6 +17,7 @@ from scheduler_service.core import (
     PoolingType,
     PreemptionMode,
     PriorityQueue,
+    PromptItem,
     SchedulerOutput,
     Sequence,
     SequenceStatus,
@@ -35,6 +36,16 @@ requests = st.tuples(
     st.sampled_from([None, None, None, None, PoolingType.LAST, PoolingType.MEAN]),  # is pooled
     st.sampled_from([0, 0, 0, 1, 5, 10, 12]),  # tokens that its encoder reads
 )
+
+
+def items(content: str, length: int, kind: int) -> tuple[PromptItem, ...]:
+    """Embeddings in the middle of a prompt, an image there, or one in two parts at its end."""
+    size = max(1, length // 4)
+    if kind == 1:
+        return (make_item(content, length // 3, size),)
+    if kind == 2 or size == length:
+        return (make_image(f"{content} of {size}", length // 3, size),)
+    return tuple(make_image(f"{content} of {size}", length - (2 - part) * size, size, part) for part in range(2))
 
 
 @settings(deadline=None, max_examples=200)
@@ -95,6 +106,8 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
         "max_loras": max_loras,
         "max_prefill_chunk": max_prefill_chunk,
         "max_num_encoder_tokens": 11,
+        "encoder_cache_size": 10 + more_tokens,
+        "encoder_budget": max_prefill_chunk,
     }
     waiting = policy()
     scheduler = make_scheduler(waiting, **sizes)
@@ -108,9 +121,7 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
             tenant=str(i % 3),
             adapter_id=["", "a", "b", "c"][i % 4],
             encoder=range(num_encoder_tokens),
-            items=(make_item(str(i // 4), length // 3, max(1, length // 4)),)
-            if i % 2 and not num_encoder_tokens
-            else (),
+            items=() if i % 4 == 0 or num_encoder_tokens else items(str(i // 4), length, i % 4),
             **(
                 {"max_tokens": 1, "pooling": PoolingParams(type=pooled, dimensions=1)}
                 if pooled
@@ -146,6 +157,7 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
             break
         output = scheduler.schedule(now)
         scheduler.blocks.check()
+        scheduler.encoder_cache.check()
         assert scheduler.num_running_seqs == sum(group.num_seqs for group in scheduler.running)
         if phase_rule is PhaseRule.SEPARATE:
             new = {placement.group for placement in output.placements}  # that begin, or begin anew
@@ -164,6 +176,7 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
                 if gained.sequence.status.is_finished:
                     finished[gained.sequence] = finished.get(gained.sequence, 0) + 1
         scheduler.blocks.check()
+        scheduler.encoder_cache.check()
         assert scheduler.num_running_seqs == sum(group.num_seqs for group in scheduler.running)
     else:
         pytest.fail("the run does not end")

@@ -8,13 +8,22 @@ from collections import Counter
 from itertools import chain, combinations
 from random import Random
 
-from fake_worker import FakeWorker, reference_beams, reference_output
+from fake_worker import FakeWorker, read_tokens, reference_beams, reference_output
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler_helpers import output_of
 from slow_balancer import CheckedBalancer
-from workloads import random_config, random_request, sharing, with_encoder, with_few_adapters, with_layer_groups
+from workloads import (
+    random_config,
+    random_request,
+    sharing,
+    with_encoder,
+    with_encoder_cache,
+    with_few_adapters,
+    with_images,
+    with_layer_groups,
+)
 
 from scheduler_service.core import (
     FairQueue,
@@ -65,7 +74,7 @@ class Fleet(RuleBasedStateMachine):
         self.waiting = queues[policy]
         self.waiting.balancer = self.balancer = CheckedBalancer()
         config = random_config(Random(seed), (1, 4, 6, 7, 8, 9, 10, 11, 12))
-        self.config = with_layer_groups(with_few_adapters(config, seed), seed)
+        self.config = with_layer_groups(with_encoder_cache(with_few_adapters(config, seed), seed), seed)
         self.sessions = [Session(self.config, self.waiting) for _ in range(num_workers)]
         self.groups: list[SequenceGroup] = []  # in the order of arrival
         self.has_started: set[SequenceGroup] = set()
@@ -81,8 +90,12 @@ class Fleet(RuleBasedStateMachine):
     def add_requests(self, seed: int, count: int, share: bool) -> None:
         rng = Random(seed)
         for _ in range(count):
-            request = with_encoder(rng, random_request(rng, len(self.groups)))
-            group = (sharing(request) if share else request).group(self.now)
+            request, has_images = random_request(rng, len(self.groups)), rng.random() < 0.4
+            request = request if has_images else with_encoder(rng, request)
+            request = sharing(request) if share else request
+            if has_images:
+                request = with_images(Random(0) if share else rng, request)
+            group = request.group(self.now)
             self.groups.append(group)
             self.sessions[0].scheduler.add_request(group)
 
@@ -262,6 +275,7 @@ class Fleet(RuleBasedStateMachine):
         for session in self.sessions:
             scheduler = session.scheduler
             scheduler.blocks.check()
+            scheduler.encoder_cache.check()
             assert scheduler.num_running_seqs == sum(group.num_seqs for group in scheduler.running)
             assert sum(group.num_seqs for group in scheduler.running) <= self.config.max_num_seqs
             assert scheduler.running_adapters == Counter(g.adapter_id for g in scheduler.running if g.adapter_id)
@@ -300,7 +314,7 @@ class Fleet(RuleBasedStateMachine):
                     assert one.group.cache_root == other.group.cache_root
                     continue
                 num_common = min((index + 1) * size, one.num_computed_tokens, other.num_computed_tokens)
-                assert one.token_ids[:num_common] == other.token_ids[:num_common]
+                assert read_tokens(one)[:num_common] == read_tokens(other)[:num_common]
                 if one.group is not other.group:
                     assert self.config.prefix_caching
                     behind = [s for s in (one, other) if s.num_computed_tokens < (index + 1) * size]
@@ -331,6 +345,7 @@ class Fleet(RuleBasedStateMachine):
             assert session.scheduler.blocks.device.num_free == self.config.num_device_blocks
             assert session.scheduler.blocks.host.num_free == self.config.num_host_blocks
             assert not session.worker.mirrors
+            assert not session.scheduler.encoder_cache.num_used
         for group in self.groups:
             self.check_output(group)
 

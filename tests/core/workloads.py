@@ -6,10 +6,15 @@ from math import lcm
 from random import Random
 from typing import Any
 
+from slow_images import SlowImage
+
 from scheduler_service.core import (
     EncoderInput,
+    EncoderItem,
+    ImagePart,
     PhaseRule,
     PreemptionMode,
+    PromptItem,
     SamplingParams,
     SchedulerConfig,
     SequenceGroup,
@@ -31,6 +36,7 @@ class Request:
     adapter_id: str
     encoder: tuple[int, ...] = ()
     """Tokens of the encoder."""
+    images: tuple[SlowImage, ...] = ()
 
     @property
     def name(self) -> str:
@@ -39,10 +45,13 @@ class Request:
     @property
     def prompt(self) -> list[int]:
         num_shared = min(self.num_shared, self.num_tokens)
-        return [
+        prompt = [
             *range(num_shared),
             *range(1000 * (self.number + 1), 1000 * (self.number + 1) + self.num_tokens - num_shared),
         ]
+        for image in self.images:
+            prompt[image.start : image.stop] = [IMAGE_TOKEN] * image.num_tokens
+        return prompt
 
     def group(self, arrived_at: float = 0.0) -> SequenceGroup:
         return SequenceGroup(
@@ -57,7 +66,13 @@ class Request:
                 EncoderInput(num_tokens=len(self.encoder), token_ids=self.encoder) if self.encoder else None
             ),
             arrived_at=arrived_at,
+            items=tuple(map(_item, self.images)),
         )
+
+
+def _item(image: SlowImage) -> PromptItem:
+    (digest, part), data = image.name, bytes(IMAGE_BYTES)
+    return PromptItem(digest, image.start, image.num_tokens, len(data), data, ImagePart(64, 48, part))
 
 
 def random_request(rng: Random, number: int) -> Request:
@@ -88,6 +103,21 @@ def with_encoder(rng: Random, request: Request) -> Request:
     return replace(request, encoder=encoder)
 
 
+def with_images(rng: Random, request: Request) -> Request:
+    """The request with a few images, one after another or apart. A prompt often ends with an image."""
+    images: list[SlowImage] = []
+    start = rng.randrange(4)
+    while start < request.num_tokens:
+        digest = rng.choice([*IMAGES])
+        for part, num_tokens in enumerate(IMAGES[digest]):
+            if start + num_tokens <= request.num_tokens:
+                images.append(SlowImage(EncoderItem(digest, part), start, start + num_tokens))
+                start += num_tokens
+        start += rng.choice([0, 0, 1, 2, 5])
+    num_tokens = images[-1].stop if images and rng.random() < 0.4 else request.num_tokens
+    return replace(request, images=tuple(images), num_tokens=num_tokens)
+
+
 def sharing(request: Request) -> Request:
     """The request with a common prompt of several blocks."""
     num_tokens = 12 + request.num_tokens
@@ -109,6 +139,16 @@ def with_shared_prefixes(config: SchedulerConfig, seed: int) -> SchedulerConfig:
 
 
 MAX_ENCODED = 9
+IMAGES = {b"a": (3,), b"b": (1,), b"c": (5,), b"d": (2, 2), b"e": (9,), b"f": (1, 3, 1)}
+"""Digests, and the tokens of each part."""
+IMAGE_BYTES = 30
+IMAGE_TOKEN = 999
+
+
+def with_encoder_cache(config: SchedulerConfig, seed: int) -> SchedulerConfig:
+    """A worker that keeps few images, for some of which it has no room at all."""
+    rng = Random(f"{seed} images")
+    return replace(config, encoder_cache_size=rng.choice([4, 5, 9, 12, 40]), encoder_budget=rng.choice([0, 3, 6, 20]))
 
 
 def with_few_adapters(config: SchedulerConfig, seed: int) -> SchedulerConfig:

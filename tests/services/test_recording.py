@@ -16,6 +16,7 @@ from pagewire.v1 import sequence_group_pb2 as group_pb
 from pagewire_common.start_error import StartError
 from scheduler_service.core import (
     EncoderInput,
+    ImagePart,
     PhaseRule,
     PreemptionMode,
     PromptItem,
@@ -83,6 +84,8 @@ CONFIG = SchedulerConfig(
     max_step_bytes=1000,
     max_prefill_chunk=13,
     max_num_encoder_tokens=77,
+    encoder_cache_size=90,
+    encoder_budget=9,
 )
 ENCODER_INPUT = EncoderInput(num_tokens=5, token_ids=(3, 1, 4), features=b"sound", num_feature_bytes=5, digest=b"d")
 
@@ -145,7 +148,8 @@ def test_values_that_are_none_come_back_as_none() -> None:
 
 def test_a_group_comes_back_as_it_was_made() -> None:
     message = pb.RecordedArrival()
-    items = (PromptItem(b"digest", 1, 2, 30, b"data"),)
+    image = PromptItem(b"image", 1, 1, 3, b"png", ImagePart(640, 480, 2))
+    items = (PromptItem(b"digest", 0, 1, 30, b"data"), image, image._replace(start=2))
     group = SequenceGroup(
         "r", [3, 1, 2], SAMPLING, b"root", priority=-4, tenant="t", adapter_id="l", arrived_at=0.1, items=items
     )

@@ -5,6 +5,7 @@ from sampler_numbers import OTHERS
 
 from pagewire.v1 import scheduler_output_pb2 as pb
 from scheduler_service.core import (
+    ImagePart,
     ModelOutput,
     PhaseRule,
     PromptItem,
@@ -82,6 +83,23 @@ def test_an_item_that_the_worker_lacks_is_sent_once_although_it_is_in_two_places
         (2, b"", 0),
     ]
     assert message.dropped_items == [b"c"]
+
+
+def test_the_parts_of_an_image_are_sent_with_its_data_once() -> None:
+    parts = [PromptItem(b"a", start, 1, 4, b"data", ImagePart(8, 6, start)) for start in range(2)]
+    group = SequenceGroup("r", [0, 0, 5], SamplingParams(max_tokens=1), items=tuple(parts))
+    new = NewSequence(group.sequences[0], [1], 0, items_sent=frozenset({b"a"}))
+    names = [part.encoder_item for part in parts]
+    output = SchedulerOutput(1, new_sequences=[new], items_to_encode=names, dropped_embeddings=names[1:])
+    message = encode_scheduler_output(output, epoch=1)
+    first, second = message.new_sequences[0].items
+    assert (first.data, first.image) == (b"data", pb.ImagePart(width=8, height=6))
+    assert (second.data, second.image) == (b"", pb.ImagePart(width=8, height=6, part=1))
+    assert [(item.digest, item.part) for item in message.items_to_encode] == names
+    assert [*message.dropped_embeddings] == [pb.EncoderItem(digest=b"a", part=1)]
+    answer = decode_model_output(pb.ModelOutput(step_id=1, failed_items=message.items_to_encode))
+    assert answer.failed_items == names
+    assert not answer.is_plain
 
 
 def test_room_for_guesses_goes_out_and_what_became_of_it_comes_back() -> None:

@@ -10,6 +10,7 @@ window have the last ones, groups with states have the states after the prefix, 
 """
 
 import itertools
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
@@ -159,6 +160,11 @@ class PrefixCache:
                 if (key := pool.blocks.key(block)) is not None:
                     pool.blocks.withdraw(block)
                     unsound.append(key[:KEY_BYTES])
+        self.withdraw_chains(unsound)
+
+    def withdraw_chains(self, keys: Iterable[bytes]) -> None:
+        """Remove the blocks with these keys, and all that follow them in a chain."""
+        unsound = [*keys]
         while unsound:
             key = unsound.pop()
             for blocks in (self._device.blocks, self._host.blocks):

@@ -1,13 +1,14 @@
-"""Parts of a prompt that are not text, such as embeddings.
+"""Parts of a prompt that are not text: embeddings that the client gives, and images.
 
-An item takes the place of `num_embeddings` tokens, whose ids in the prompt are `PLACEHOLDER`. Block keys contain the
-digests of items, so equal ids never find the blocks of other items. A worker receives an item again only
-after it has dropped it. It keeps the items of its sequences, and up to `KEPT_BYTES` of others.
+An item takes the place of `num_embeddings` tokens. Tokens of given embeddings have the id `PLACEHOLDER`; tokens of
+images have the ids that the model's processor writes. Block keys contain the digests of items, so equal ids never find
+the blocks of other items. A worker receives an item's data again only after it has dropped the data. It keeps the data
+of its sequences' items, and up to `KEPT_BYTES` of others. The parts of an image share its data.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -25,11 +26,18 @@ class ImagePart(NamedTuple):
     """Index in the order of the prompt."""
 
 
+class EncoderItem(NamedTuple):
+    """Names an image, or a part of one, in a worker's encoder cache."""
+
+    digest: bytes
+    part: int
+
+
 class PromptItem(NamedTuple):
     """Equal items have equal digests. A replayed request has no `data`, only `num_bytes`."""
 
     digest: bytes
-    """SHA-256 of the item's kind, type, shape and content."""
+    """SHA-256 of the item's kind, type, shape and content; of an image, of its file."""
     start: int
     """Index of the first token that the item replaces."""
     num_embeddings: int
@@ -41,11 +49,19 @@ class PromptItem(NamedTuple):
     def stop(self) -> int:
         return self.start + self.num_embeddings
 
+    @property
+    def part(self) -> int:
+        return self.image.part if self.image is not None else 0
+
+    @property
+    def encoder_item(self) -> EncoderItem:
+        return EncoderItem(self.digest, self.part)
+
 
 Items = Sequence[PromptItem]
 """The items of a prompt, in its order."""
 
-_START = attrgetter("start")
+_START, _STOP = attrgetter("start"), attrgetter("stop")
 
 
 def key_of_items(items: Items, start: int, stop: int) -> bytes:
@@ -56,8 +72,21 @@ def key_of_items(items: Items, start: int, stop: int) -> bytes:
         item = items[place]
         if item.start >= stop:
             break
-        key += item.digest + item.start.to_bytes(8, "little")
+        key += item.digest + item.start.to_bytes(4, "little") + item.part.to_bytes(4, "little")
     return key
+
+
+def items_between(items: Items, start: int, stop: int) -> Iterator[PromptItem]:
+    """The items that have any of the tokens [start, stop)."""
+    for place in range(bisect_right(items, start, key=_STOP), len(items)):
+        if items[place].start >= stop:
+            return
+        yield items[place]
+
+
+def data_bytes(items: Items) -> int:
+    """Bytes of the data of different items, as a worker receives them."""
+    return sum({item.digest: item.num_bytes for item in items}.values())
 
 
 class WorkerItems:
@@ -74,10 +103,11 @@ class WorkerItems:
     def hold(self, group: object, items: Items) -> frozenset[bytes]:
         """Keep items for a group until `release`. Returns the digests of items that the worker does not have."""
         held, missing = self._held.setdefault(group, {}), set()
-        for digest, _, _, num_bytes, *_ in items:
+        for item in items:
+            digest = item.digest
             if digest in held:
                 continue
-            held[digest] = num_bytes
+            held[digest] = item.num_bytes
             if digest in self._kept:
                 self._num_kept_bytes -= self._kept.pop(digest)
             elif not self._users[digest]:

@@ -193,6 +193,10 @@ class SequenceGroup:
     """Four bytes each. A prompt that is passed as an array is not copied, and must not change."""
     items: tuple[PromptItem, ...]
     """Parts of the prompt that are not text, in order."""
+    images: tuple[PromptItem, ...]
+    """The items that a worker must encode."""
+    largest_image: int
+    """Tokens; 0 without images."""
     beams: BeamSearch | None
     sequences: list[Sequence]
     encoder: EncoderSequence | None
@@ -241,6 +245,8 @@ class SequenceGroup:
             prompt_token_ids if isinstance(prompt_token_ids, array) else array("I", prompt_token_ids)
         )
         self.items = items
+        self.images = tuple([item for item in items if item.image is not None]) if items else ()
+        self.largest_image = max([item.num_embeddings for item in self.images], default=0)
         self.beams = BeamSearch(sampling) if sampling.beam_width else None
         num_sequences = 1 if self.beams else sampling.n
         outputs = dict(enumerate(output_token_ids))
@@ -263,6 +269,7 @@ class SequenceGroup:
         self.sequences = []
         self.encoder = None
         self.items = ()
+        self.images = tuple([item._replace(data=b"") for item in self.images])
 
     @property
     def is_suspect(self) -> bool:

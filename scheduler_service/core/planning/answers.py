@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Sequence as SequenceOf
 
 from scheduler_service.core.groups.beam_search import Continuation
+from scheduler_service.core.groups.prompt_item import EncoderItem, items_between
 from scheduler_service.core.groups.sequence import Sequence, SequenceGroup
 from scheduler_service.core.groups.sequence_status import SequenceStatus
 from scheduler_service.core.outputs import ModelOutput, SchedulerOutput, SequenceOutput
@@ -16,6 +17,8 @@ class Answers:
         self._waiting = session.waiting
         self._blocks = session.blocks
         self._groups = session.groups
+        self._encoder_cache = session.encoder_cache
+        self._in_flight = session.in_flight
 
     def take_in(self, output: SchedulerOutput, answer: ModelOutput) -> list[SequenceOutput]:
         """See `Scheduler.update_from_output`."""
@@ -28,6 +31,10 @@ class Answers:
         has_shares = output.num_draft_tokens or answer.num_tokens
         sampled = iter(self._accept_drafts(output, answer, gained) if has_shares else answer.token_ids)
         block_size, dropped, failed = self._config.block_size, output.dropped, answer.failed_sequence_ids
+        unread: list[Sequence] = []
+        if answer.failed_items:
+            unread = self._without_images(output, answer.failed_items)
+            failed = failed.union([sequence.id for sequence in unread])
         reports = bool(answer.logprobs or answer.prompt_logprobs or answer.vectors)
         for sequence, num_tokens, samples in output.scheduled:
             token_id = next(sampled) if samples else None
@@ -64,6 +71,10 @@ class Answers:
                 gained.append(item)
             else:
                 gained.append(SequenceOutput(sequence, token_id))
+        for sequence in unread:  # those that this step does not compute
+            if not sequence.status.is_finished:
+                self._fail(sequence, is_barred=False)
+                gained.append(SequenceOutput(sequence, None))
         for group in searches:
             if not group.is_finished and all(beam.candidates is not None for beam in group.live):
                 gained += self._advance_beams(group)
@@ -119,6 +130,24 @@ class Answers:
             self._groups.finish(sequence.group, status)
         else:
             self._groups.finish_sequence(sequence, status)
+
+    def _without_images(self, output: SchedulerOutput, names: SequenceOf[EncoderItem]) -> list[Sequence]:
+        """Forget images that the worker could not decode, and cached blocks that this step or a later one computed
+        from them. Returns the sequences of all groups here that have computed any of the images' tokens."""
+        self._encoder_cache.fail(names)
+        for step in (output, *self._in_flight.outputs):
+            for sequence, _, _ in step.scheduled:  # also of groups that have left
+                for item in sequence.group.images:
+                    if item.encoder_item in names:
+                        first = item.start // self._config.block_size
+                        self._blocks.cache.withdraw_chains(sequence.block_keys[first:])
+        found: list[Sequence] = []
+        for group in (*self._groups.running, *self._groups.swapped):
+            computed = max(sequence.num_computed_tokens for sequence in group.live)
+            if any(item.encoder_item in names for item in items_between(group.images, 0, computed)):
+                group.error = "the model could not read an image of the prompt"
+                found += group.live
+        return found
 
     # ---- drafts
 

@@ -15,7 +15,7 @@ from scheduler_service.core.planning.worker_groups import Session
 
 
 class ChunkSizes:
-    """Limits a chunk to the step's tokens and bytes, and to `max_chunk` while other sequences need tokens."""
+    """Limits a chunk to the step's tokens, bytes and images, and to `max_chunk` while other sequences need tokens."""
 
     def __init__(self, session: Session) -> None:
         config = session.config
@@ -23,6 +23,7 @@ class ChunkSizes:
         self._is_separate = config.phase_rule is PhaseRule.SEPARATE
         self._is_encoder = config.is_encoder
         self._blocks = session.blocks
+        self._encoder_cache = session.encoder_cache
 
     def due(self, sequence: Sequence) -> int:
         """Tokens of a sequence's next chunk without other limits. With states, a chunk ends where they are forked or
@@ -61,6 +62,8 @@ class ChunkSizes:
                 num_tokens = min(num_tokens, num_tokens_left)
             elif num_tokens > num_tokens_left:
                 continue
+            if group.images:
+                num_tokens = self._encoder_cache.reach(group.images, sequence.num_computed_tokens, num_tokens)
             if num_tokens and sequence.id in self._blocks.tables:
                 num_bytes = 0
                 if not self._blocks.is_told(sequence):
@@ -74,6 +77,19 @@ class ChunkSizes:
                 num_long += is_long
                 num_tokens_left -= num_tokens
         return chunks
+
+    def planned(self, chunk: Chunk) -> None:
+        """Use the images that a chunk touches. Call this again if the chunk is extended."""
+        if chunk.sequence.group.images and not chunk.sequence.is_encoder:
+            self._encoder_cache.use(chunk.sequence, chunk.num_tokens)
+
+    def extended(self, chunk: Chunk, num_tokens: int) -> int:
+        """The tokens of a planned chunk that `num_tokens` further tokens could join."""
+        sequence = chunk.sequence
+        num_tokens = chunk.num_tokens + min(self.due(sequence) - chunk.num_tokens, num_tokens)
+        if num_tokens > chunk.num_tokens and (images := sequence.group.images):
+            num_tokens = self._encoder_cache.reach(images, sequence.num_computed_tokens, num_tokens)
+        return num_tokens
 
     def _due(self, group: SequenceGroup) -> list[Sequence]:
         """The live sequences that may be scheduled. With separate phases, a prefill step gets only sequences with
@@ -138,6 +154,7 @@ class RunningPlanner:
         if chunks:
             step.take(group, chunks)
         for chunk in chunks:
+            self._chunk_sizes.planned(chunk)
             self._prefixes.planned(chunk, step)
 
     def hand_out_rest(self, step: Step) -> None:
@@ -151,11 +168,11 @@ class RunningPlanner:
 
     def _extend(self, chunk: Chunk, step: Step) -> None:
         sequence: Sequence = chunk.sequence
-        more = min(self._chunk_sizes.due(sequence) - chunk.num_tokens, step.budget.num_tokens)
-        num_tokens = chunk.num_tokens + more
-        if more > 0 and self._blocks.extend_slots(sequence, num_tokens):
-            step.budget.take(num_tokens=more)
+        num_tokens = self._chunk_sizes.extended(chunk, step.budget.num_tokens)
+        if num_tokens > chunk.num_tokens and self._blocks.extend_slots(sequence, num_tokens):
+            step.budget.take(num_tokens=num_tokens - chunk.num_tokens)
             chunk.num_tokens = num_tokens
+            self._chunk_sizes.planned(chunk)
             self._prefixes.planned(chunk, step)
 
 
@@ -257,6 +274,8 @@ class SteadyPlan:
                 num_uncomputed = sequence.num_uncomputed_tokens
                 if not self._blocks.is_told(sequence) or group.waits_for_encoder:
                     return None  # the encoder's input filled the step
+                if group.images and sequence.num_computed_tokens < sequence.num_prompt_tokens:
+                    return None  # the last prompt token may need an image
                 if num_uncomputed == 1 and (prepared is None or sequence in prepared):
                     plan.append(ScheduledSequence(sequence, 1, True))
                 elif num_uncomputed or sequence.num_computed_tokens + 1 < sequence.max_num_tokens:

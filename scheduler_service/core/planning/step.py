@@ -14,6 +14,7 @@ log-probabilities takes at most 194 bytes, a beam less than 2 KB.
 
 from scheduler_service.core.blocks.found_runs import FoundRuns
 from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.groups.prompt_item import data_bytes
 from scheduler_service.core.groups.sampling_params import SamplingParams
 from scheduler_service.core.groups.sequence import EncoderSequence, Sequence, SequenceGroup
 from scheduler_service.core.outputs import ScheduledSequence
@@ -53,7 +54,7 @@ def bytes_to_tell(sequence: Sequence, num_blocks: int) -> int:
     else:
         num_numbers += sequence.num_tokens
         num_bytes += sampling_bytes(sequence.sampling) + CHARACTER_BYTES * len(sequence.group.adapter_id)
-        num_bytes += sum(ITEM_BYTES + item.num_bytes for item in sequence.group.items)
+        num_bytes += ITEM_BYTES * len(sequence.group.items) + data_bytes(sequence.group.items)
     return num_bytes + NUMBER_BYTES * num_numbers
 
 

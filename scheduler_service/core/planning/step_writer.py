@@ -15,6 +15,7 @@ class StepWriter:
         self._blocks = session.blocks
         self._groups = session.groups
         self._items = session.items
+        self._encoder_cache = session.encoder_cache
         self._in_flight = session.in_flight
         self._step_id = 0
 
@@ -51,6 +52,7 @@ class StepWriter:
             self._write_placements(step, output)
         if not output.is_empty:
             output.dropped_items = self._items.take_dropped()
+            self._encoder_cache.written(output)
             self._step_id += 1
             self._in_flight.outputs.append(output)
         return output
@@ -90,6 +92,8 @@ class StepWriter:
                 scheduled.append(ScheduledSequence(sequence, num_tokens + room, num_tokens >= num_uncomputed))
                 output.blocks_to_copy += chunk.copies
                 self._write_table(sequence, output)
+                if sequence.group.images:
+                    self._encoder_cache.read(sequence, num_tokens, output)
                 sequence.num_computed_tokens += num_tokens + room
                 if sequence.group.has_unforked:
                     self._fork_followers(sequence)
@@ -120,6 +124,7 @@ class StepWriter:
                 num_last = min(leader.num_tokens, follower.num_tokens) - 1
                 self._blocks.fork(leader, follower, min(num_shared, num_last))
                 follower.num_forked_tokens = follower.num_prompt_tokens
+                self._encoder_cache.share(leader, follower)
 
     def _write_table(self, sequence: Sequence, output: SchedulerOutput) -> None:
         """Write what the worker does not know of a sequence and its block table, the encoder's input first."""

@@ -56,6 +56,7 @@ class WaitingPlanner:
         self._blocks = session.blocks
         self._groups = session.groups
         self._adapters = session.adapters
+        self._encoder_cache = session.encoder_cache
         self._in_flight = session.in_flight
         self._chunk_sizes = chunk_sizes
         self._preemption = preemption
@@ -72,6 +73,8 @@ class WaitingPlanner:
             return None
         if group.num_seqs > self._config.max_num_seqs - self._member.num_seqs or not self._adapters.has_slot(group):
             return None
+        if group.largest_image > self._config.encoder_cache_size:
+            return None
         if self._blocks.can_allocate(group, leave_watermark=bool(groups.running)) is not AllocStatus.OK:
             return None
         return self._blocks.cache.num_shared_tokens(group.live[0])
@@ -86,7 +89,7 @@ class WaitingPlanner:
             return AllocStatus.LATER
         if self._config.is_encoder and len(group.prompt_token_ids) > budget.num_tokens:
             return AllocStatus.LATER  # an encoder model computes a prompt in one step
-        if not self._has_encoder_tokens(group, budget):
+        if not self._has_encoder_tokens(group, budget) or not self._can_read(group):
             return AllocStatus.LATER
         return self._blocks.can_allocate(group, leave_watermark=bool(self._groups.running))
 
@@ -94,12 +97,20 @@ class WaitingPlanner:
         return (
             group.num_seqs > self._config.max_num_seqs
             or group.num_encoder_tokens > self._config.max_num_encoder_tokens
+            or group.largest_image > self._config.encoder_cache_size
             or self._blocks.never_fits(group)
         )
 
     def _has_encoder_tokens(self, group: SequenceGroup, budget: SchedulingBudget) -> bool:
         """Whether the budget has the group's encoder tokens, or the encoder's input is cached."""
         return group.num_encoder_tokens <= budget.num_encoder_tokens or self._blocks.cache.has_encoded(group)
+
+    def _can_read(self, group: SequenceGroup) -> bool:
+        """Whether the step can encode the image that a waiting group's first token needs, if any."""
+        if not group.images:
+            return True
+        num_cached = self._blocks.cache.cached(group.live[0]).num_tokens
+        return self._encoder_cache.reach(group.images, num_cached, 1) > 0
 
     def is_time(self, now: float) -> bool:
         """Whether the oldest waiting group has waited long enough for further prompts to join its step."""
@@ -214,7 +225,7 @@ class WaitingPlanner:
         """Groups of an encoder model are never preempted, because they end after one step."""
         if self._config.is_encoder or not self._adapters.holds(group.adapter_id) or not self.could_make_room(group):
             return False
-        return self._has_encoder_tokens(group, step.budget)
+        return self._has_encoder_tokens(group, step.budget) and self._can_read(group)
 
     # ---- choices between workers
 
@@ -288,6 +299,7 @@ class WaitingPlanner:
                 chunk.copies = self._blocks.append_slots(chunk.sequence, chunk.num_tokens)
         step.take(group, chunks)
         for chunk in chunks:
+            self._chunk_sizes.planned(chunk)
             self._prefixes.planned(chunk, step)
 
     # ---- reports to the balancer

@@ -17,6 +17,7 @@ from scheduler_service.core.outputs import ModelOutput, SchedulerOutput
 from scheduler_service.core.placement.balancer import Balancer
 from scheduler_service.core.placement.worker import Member
 from scheduler_service.core.planning.adapters import Adapters
+from scheduler_service.core.planning.encoder_cache import EncoderCache
 from scheduler_service.core.queues.waiting_queue import WaitingQueue
 
 
@@ -95,6 +96,7 @@ class WorkerGroups:
         in_flight: StepsInFlight,
         adapters: Adapters,
         items: WorkerItems,
+        encoder_cache: EncoderCache,
     ) -> None:
         self._config = config
         self._waiting = waiting
@@ -102,6 +104,7 @@ class WorkerGroups:
         self._in_flight = in_flight
         self._adapters = adapters
         self._items = items
+        self._encoder_cache = encoder_cache
         self.running: dict[SequenceGroup, None] = {}  # in the order of admission
         self.num_running_seqs = 0  # counted as `SchedulingBudget` counts sequences
         self.swapped: OrderedDict[SequenceGroup, None] = OrderedDict()  # the first resumes first
@@ -153,6 +156,7 @@ class WorkerGroups:
     def swap_out(self, group: SequenceGroup, now: float) -> list[tuple[int, int]]:
         """Swap out a running group, which resumes first. Returns the pairs of device and host block to copy."""
         pairs = self._blocks.swap_out(group)
+        self._encoder_cache.release(group.live)
         self._stop_running(group)
         self.swapped[group] = None
         self.swapped.move_to_end(group, last=False)
@@ -183,6 +187,7 @@ class WorkerGroups:
     def _release(self, group: SequenceGroup) -> None:
         self._forget(group)
         self._in_flight.drop(group.with_tables)
+        self._encoder_cache.release(group.live)
         for sequence in group.with_tables:
             self._blocks.free(sequence)
             sequence.leave_worker()
@@ -235,6 +240,7 @@ class WorkerGroups:
 
     def _leave_worker(self, sequence: Sequence) -> None:
         self._blocks.free(sequence)
+        self._encoder_cache.release([sequence])
         if sequence.is_known:
             self._finished.append(sequence)
 
@@ -246,6 +252,13 @@ class WorkerGroups:
 
     def ignore(self, group: SequenceGroup) -> None:
         config = self._config
+        if group.largest_image > config.encoder_cache_size:
+            error = (
+                f"an image of the request has {group.largest_image} tokens; the worker's encoder cache has room for "
+                f"{config.encoder_cache_size}"
+            )
+            self.finish(group, SequenceStatus.FINISHED_IGNORED, error)
+            return
         error = (
             f"the request's {group.num_seqs} sequence(s) of up to "
             f"{group.max_num_tokens(self._blocks.max_sequence_tokens)} tokens"
@@ -274,4 +287,5 @@ class Session:
     in_flight: StepsInFlight
     adapters: Adapters
     items: WorkerItems
+    encoder_cache: EncoderCache
     groups: WorkerGroups

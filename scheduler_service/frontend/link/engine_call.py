@@ -26,7 +26,7 @@ from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output.request import GenerationRequest
 from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.frontend.output.request_trace import RequestTrace
-from scheduler_service.wire.messages import encode_fields, encode_sampling, pack
+from scheduler_service.wire.messages import encode_fields, encode_sampling, fill_items, pack
 
 KEYS_AT_ONCE = 1024
 """Keys computed in one turn of the event loop, at 1 µs each: a prompt of 131,000 tokens would block it for 24 ms."""
@@ -237,8 +237,7 @@ async def _encode(submission: _Submission, link: EngineLink) -> pb.Submit:
     )
     if request.encoder_input is not None:
         encode_fields(EncoderInput, request.encoder_input, message.encoder_input)
-    for item in request.items:
-        message.items.add(**item._asdict())
+    fill_items(message.items, request.items)
     if part_of is not None:
         message.part_of, message.key = part_of.number, request.key
     if seconds < welcome.no_worker_timeout:

@@ -7,7 +7,7 @@ import pytest
 from fake_worker import FakeWorker, reference_output
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_helpers import make_group, make_scheduler, output_of, plan, run_ahead
+from scheduler_helpers import make_group, make_image, make_scheduler, output_of, plan, run_ahead
 
 from scheduler_service.core import (
     ModelOutput,
@@ -40,13 +40,15 @@ def test_late_answers_change_nothing_but_the_number_of_steps(
         preemption_mode=mode,
         max_num_batched_tokens=12,
         sliding_window=window,
+        encoder_cache_size=random.randint(5, 9),
     )
     most = scheduler.config.max_sequence_tokens
     groups = [
         make_group(
             str(i),
-            random.randint(1, 9),
+            length := random.randint(1, 9),
             root=bytes(i),
+            items=(make_image(str(length), length // 2, length - length // 2),) * random.randint(0, 1),
             n=1 + i % 2,
             max_tokens=random.randint(1, 15),
             form="a form" if i < 3 else "",
@@ -67,6 +69,7 @@ def test_late_answers_change_nothing_but_the_number_of_steps(
         if in_flight and (output.is_empty or len(in_flight) == max_in_flight):
             scheduler.update_from_output(*in_flight.pop(0))
         scheduler.blocks.check()
+        scheduler.encoder_cache.check()
     assert scheduler.blocks.device.num_free == num_blocks
     for group in groups:
         for sequence in group.sequences:

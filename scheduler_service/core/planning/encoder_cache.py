@@ -1,0 +1,184 @@
+"""Decides in which step a worker encodes an image, and whose embeddings it keeps.
+
+A chunk needs every image that it touches (here always: or part of one, if the worker encodes the parts of an image on
+their own). An image is encoded in the step whose chunk first needs it. A chunk ends before an image for which the
+worker's cache has no room or the step no budget.
+
+A sequence that has touched an image uses it until all of its tokens are computed. A used image is never dropped, so the
+sequence can always compute to the end of the image without further room. Unused images are kept, and the least recently
+read are dropped first. A group that is swapped out uses none: it could not compute, and others would wait for its room.
+
+During planning, only the tokens of used images count. What is dropped is decided when the step is written, so a chunk
+that is taken back leaves no trace.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
+
+from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.groups.prompt_item import EncoderItem, Items, PromptItem, items_between
+from scheduler_service.core.groups.sequence import Sequence
+from scheduler_service.core.outputs import SchedulerOutput
+
+
+@dataclass(slots=True)
+class EncoderCounts:
+    """Over a session. A query is a sequence that begins to use an image; a hit needs no encoding."""
+
+    num_queries: int = 0
+    num_hits: int = 0
+    num_encoded: int = 0
+    num_encoded_tokens: int = 0
+
+    def __add__(self, other: "EncoderCounts") -> "EncoderCounts":
+        return EncoderCounts(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+
+
+class EncoderCache:
+    """The embeddings that one worker keeps. All numbers are tokens."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._size, self._budget = config.encoder_cache_size, config.encoder_budget
+        # What the worker has after the steps written so far, the least recently read first.
+        self._kept: OrderedDict[EncoderItem, int] = OrderedDict()
+        self._num_kept = 0
+        self._planned: dict[EncoderItem, int] = {}  # encoded by the step that is being planned
+        # Each sequence's last place of each image that it uses.
+        self._used_by: dict[Sequence, dict[EncoderItem, PromptItem]] = {}
+        self._num_users: dict[EncoderItem, int] = {}
+        self._num_used = 0
+        self._dropped: list[EncoderItem] = []
+        self.counts = EncoderCounts()
+
+    # ---- planning
+
+    def settle(self) -> None:
+        """Before a step is planned, stop using the images whose tokens are computed."""
+        for sequence, used in [*self._used_by.items()]:
+            for name, item in [*used.items()]:
+                if _has_computed(sequence, item):
+                    self._stop_using(sequence, name)
+
+    def reach(self, images: Items, start: int, num_tokens: int) -> int:
+        """How many of the `num_tokens` tokens after the first `start` a chunk can have in the planned step."""
+        room, num_planned, own = self._size - self._num_used, sum(self._planned.values()), set[EncoderItem]()
+        for item in items_between(images, start, start + num_tokens):
+            name, number = item.encoder_item, item.num_embeddings
+            if name in self._num_users or name in own:
+                continue
+            is_new = name not in self._kept
+            if number > room or (is_new and num_planned and num_planned + number > self._budget):
+                return max(0, item.start - start)
+            own.add(name)
+            room -= number
+            num_planned += number if is_new else 0
+        return num_tokens
+
+    def use(self, sequence: Sequence, num_tokens: int) -> None:
+        """Use the images that a planned chunk touches, which must be within `reach`."""
+        start = sequence.num_computed_tokens
+        for item in items_between(sequence.group.images, start, start + num_tokens):
+            name = item.encoder_item
+            if name not in self._used_by.get(sequence, ()):
+                self.counts.num_queries += 1
+                self.counts.num_hits += name in self._kept or name in self._planned
+            if name not in self._kept:
+                self._planned[name] = item.num_embeddings
+            self._start_using(sequence, item)
+        assert self._num_used <= self._size, "a chunk needs more images than the encoder cache has room for"
+
+    def share(self, parent: Sequence, child: Sequence) -> None:
+        """Let a fork use its parent's image until the fork has computed the last prompt token."""
+        for item in self._used_by.get(parent, {}).values():
+            if not _has_computed(child, item):
+                self._start_using(child, item)
+
+    def release(self, sequences: Iterable[Sequence]) -> None:
+        """Stop using the images of sequences that left the device, or whose chunks were taken back."""
+        for sequence in sequences:
+            for name in [*self._used_by.get(sequence, ())]:
+                self._stop_using(sequence, name)
+
+    def _start_using(self, sequence: Sequence, item: PromptItem) -> None:
+        used, name = self._used_by.setdefault(sequence, {}), item.encoder_item
+        if name not in used:
+            if name not in self._num_users:
+                self._num_used += item.num_embeddings
+            self._num_users[name] = self._num_users.get(name, 0) + 1
+        used[name] = item
+
+    def _stop_using(self, sequence: Sequence, name: EncoderItem) -> None:
+        used = self._used_by[sequence]
+        item = used.pop(name)
+        if not used:
+            del self._used_by[sequence]
+        self._num_users[name] -= 1
+        if not self._num_users[name]:
+            del self._num_users[name]
+            self._num_used -= item.num_embeddings
+            self._planned.pop(name, None)
+
+    @property
+    def num_used(self) -> int:
+        """Tokens of the images that sequences use."""
+        return self._num_used
+
+    # ---- writing
+
+    def read(self, sequence: Sequence, num_tokens: int, output: SchedulerOutput) -> None:
+        """Write the images that a chunk is the first to need into the step."""
+        start = sequence.num_computed_tokens
+        for item in items_between(sequence.group.images, start, start + num_tokens):
+            name = item.encoder_item
+            if name in self._kept:
+                self._kept.move_to_end(name)
+                continue
+            self._kept[name] = number = self._planned.pop(name)
+            self._num_kept += number
+            self.counts.num_encoded += 1
+            self.counts.num_encoded_tokens += number
+            output.items_to_encode.append(name)
+            output.num_encoded_tokens += number
+
+    def written(self, output: SchedulerOutput) -> None:
+        """Drop what has no room after the step's images."""
+        if self._num_kept > self._size:
+            for name in [*self._kept]:
+                if name not in self._num_users:
+                    self._drop(name)
+                    if self._num_kept <= self._size:
+                        break
+        if self._dropped:
+            output.dropped_embeddings, self._dropped = self._dropped, []
+
+    def fail(self, names: Iterable[EncoderItem]) -> None:
+        """Drop images that the worker could not decode. The worker keeps their room until it is told."""
+        for name in names:
+            for sequence in [one for one, used in self._used_by.items() if name in used]:
+                self._stop_using(sequence, name)
+            if name in self._kept:
+                self._drop(name)
+
+    def _drop(self, name: EncoderItem) -> None:
+        self._num_kept -= self._kept.pop(name)
+        self._dropped.append(name)
+
+    def check(self) -> None:
+        """Assert that the sums equal the parts, and that used images are kept or planned."""
+        users = [name for used in self._used_by.values() for name in used]
+        assert self._num_users == {name: users.count(name) for name in users}
+        sizes = {name: item.num_embeddings for used in self._used_by.values() for name, item in used.items()}
+        assert self._num_used == sum(sizes.values()) <= self._size
+        assert self._num_kept == sum(self._kept.values()) <= self._size
+        assert sizes.keys() <= self._kept.keys()
+        assert not self._planned
+
+
+def _has_computed(sequence: Sequence, item: PromptItem) -> bool:
+    """Whether a sequence will not compute a token of an item again. A sequence that is late computes its last known
+    token again, and so the last prompt token until a step that computes it was answered with a token."""
+    if sequence.num_computed_tokens < item.stop:
+        return False
+    is_last = item.stop == sequence.num_prompt_tokens
+    return not (is_last and sequence.sampling.form) or sequence.num_stored_tokens >= item.stop

@@ -1,0 +1,199 @@
+"""Images are encoded when a chunk first needs them, once while they are kept, and never beyond cache and budget."""
+
+from fake_encoder import FakeEncoder
+from fake_worker import FakeWorker, reference_output
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduler_helpers import make_group, make_image, make_scheduler, output_of, plan, run, step
+
+from scheduler_service.core import (
+    EncoderItem,
+    ModelOutput,
+    PreemptionMode,
+    Scheduler,
+    SchedulerOutput,
+    SequenceGroup,
+    SequenceStatus,
+)
+from scheduler_service.core.planning.encoder_cache import EncoderCache
+
+
+def with_images(name: str, *images: tuple[str, int, int], num_tokens: int = 20, **options: object) -> SequenceGroup:
+    """Each request has a cache root of its own, so that only the encoder cache saves work."""
+    items = tuple(make_image(*image) for image in images)
+    return make_group(name, num_tokens, root=name.encode(), items=items, **options)  # type: ignore[arg-type]
+
+
+def scheduler_with(size: int, budget: int = 0, **sizes: object) -> tuple[Scheduler, FakeWorker]:
+    defaults: dict[str, object] = {"num_device_blocks": 64, "encoder_cache_size": size, "encoder_budget": budget}
+    scheduler = make_scheduler(**(defaults | sizes))
+    return scheduler, FakeWorker(scheduler.config)
+
+
+def names(*images: tuple[str, int, int]) -> list[EncoderItem]:
+    return [make_image(*image).encoder_item for image in images]
+
+
+A, B, C = ("a", 2, 4), ("b", 8, 4), ("c", 12, 4)
+
+
+def test_a_chunk_ends_before_an_image_for_which_the_step_has_no_budget() -> None:
+    scheduler, worker = scheduler_with(20, budget=8)
+    scheduler.add_request(with_images("all", A, B, C))
+    scheduler.add_request(with_images("later", ("d", 3, 2)))
+    first, second = step(scheduler, worker), step(scheduler, worker)
+    assert plan(first) == {"all": [12], "later": [3]}
+    assert first.items_to_encode == names(A, B)
+    assert plan(second) == {"all": [8], "later": [17]}
+    assert second.items_to_encode == names(C, ("d", 3, 2))
+    single, worker = scheduler_with(20)
+    single.add_request(with_images("all", A, B, C))
+    assert [plan(step(single, worker)) for _ in range(3)] == [{"all": [8]}, {"all": [4]}, {"all": [8]}]
+
+
+def test_a_chunk_ends_before_an_image_for_which_the_cache_has_no_room_until_another_is_computed() -> None:
+    scheduler, worker = scheduler_with(6, budget=20)
+    scheduler.add_request(with_images("first", A))
+    scheduler.add_request(with_images("second", B))
+    steps = [step(scheduler, worker) for _ in range(2)]
+    assert [plan(output) for output in steps] == [{"first": [20], "second": [8]}, {"first": [1], "second": [12]}]
+    assert [output.items_to_encode for output in steps] == [names(A), names(B)]
+    assert steps[1].dropped_embeddings == names(A)
+
+
+def test_an_image_of_two_requests_is_encoded_once_and_kept_after_their_end() -> None:
+    scheduler, worker = scheduler_with(20)
+    for name in "pq":
+        scheduler.add_request(with_images(name, A))
+    assert step(scheduler, worker).items_to_encode == names(A)
+    run(scheduler, worker)
+    scheduler.add_request(with_images("later", A, B))
+    assert step(scheduler, worker).items_to_encode == names(B)
+    counts = scheduler.encoder_cache.counts
+    assert (counts.num_queries, counts.num_hits, counts.num_encoded, counts.num_encoded_tokens) == (4, 2, 2, 8)
+
+
+def test_the_image_that_was_read_longest_ago_gives_way_but_never_one_in_use() -> None:
+    scheduler, worker = scheduler_with(12, max_prefill_chunk=3, max_num_batched_tokens=8)
+    for group in (with_images("a", A), with_images("b", B), with_images("again", A)):
+        scheduler.add_request(group)
+        run(scheduler, worker)
+    scheduler.add_request(with_images("in use", A))
+    step(scheduler, worker)
+    scheduler.add_request(with_images("new", ("d", 0, 4), ("e", 4, 4), num_tokens=8))
+    dropped = []
+    while scheduler.has_work:
+        dropped += step(scheduler, worker).dropped_embeddings
+    assert dropped == names(B)
+    scheduler.add_request(with_images("third", B))
+    run(scheduler, worker)
+    assert [*worker.encoder.held] == names(("d", 0, 4), ("e", 4, 4), B)
+
+
+def test_of_an_image_that_two_chunks_need_the_second_has_it_if_the_first_is_taken_back() -> None:
+    scheduler, _ = scheduler_with(4)
+    cache = EncoderCache(scheduler.config)
+    first, second = (with_images(name, A).sequences[0] for name in "pq")
+    other = with_images("other", B)
+    for sequence in (first, second):
+        cache.use(sequence, 4)
+    cache.release([first])
+    assert cache.reach(other.images, 0, 20) == 8, "the room was given away"
+    cache.read(second, 4, output := SchedulerOutput(1))
+    assert output.items_to_encode == names(A)
+    assert cache.counts.num_encoded_tokens == 4
+    cache.use(first, 4)
+    cache.release([first, second])
+    assert cache.reach(other.images, 0, 20) == 20
+    cache.read(second, 0, output)
+    cache.written(output)
+    assert output.dropped_embeddings == [], "room that nothing needs is made"
+
+
+def test_an_image_at_the_end_of_a_prompt_stays_until_all_outputs_have_begun() -> None:
+    scheduler, worker = scheduler_with(6, max_num_batched_tokens=8)
+    scheduler.add_request(with_images("several", ("end", 2, 6), num_tokens=8, n=3))
+    scheduler.add_request(with_images("other", A))
+    encoded = []
+    while scheduler.has_work:
+        encoded.append(step(scheduler, worker).items_to_encode)
+    assert [new for new in encoded if new] == [names(("end", 2, 6)), names(A)]
+
+
+def test_an_image_whose_tokens_are_cached_is_not_encoded() -> None:
+    scheduler, worker = scheduler_with(9)
+    scheduler.add_request(make_group("first", 20, items=(make_image(*A),)))
+    run(scheduler, worker)
+    scheduler.encoder_cache.fail(names(A))
+    scheduler.add_request(make_group("again", 20, items=(make_image(*A),)))
+    run(scheduler, worker)
+    assert worker.encoder.num_encoded == 1
+
+
+def test_a_group_that_resumes_encodes_only_images_of_which_it_computes_a_token() -> None:
+    scheduler, worker = scheduler_with(
+        6, num_device_blocks=10, num_host_blocks=20, preemption_mode=PreemptionMode.SWAP, max_model_len=40
+    )
+    groups = [with_images(name, (name, 1, 5), ("both", 8, 6), max_tokens=16) for name in "pq"]
+    for group in groups:
+        scheduler.add_request(group)
+    run(scheduler, worker)
+    assert scheduler.num_preemptions[PreemptionMode.SWAP]
+    assert worker.encoder.num_encoded <= 4
+    assert [output_of(group) for group in groups] == [reference_output(group, 0, 40) for group in groups]
+
+
+def test_an_image_that_is_larger_than_the_cache_is_refused_in_a_sentence() -> None:
+    scheduler, worker = scheduler_with(3)
+    scheduler.add_request(group := with_images("large", A))
+    scheduler.add_request(with_images("small", ("d", 3, 3)))
+    assert step(scheduler, worker).ignored == [group]
+    assert group.error == "an image of the request has 4 tokens; the worker's encoder cache has room for 3"
+    run(scheduler, worker)
+    plain, _ = scheduler_with(0)
+    plain.add_request(group := with_images("any", A))
+    assert plain.schedule().ignored == [group]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 2**32), st.integers(1, 4), st.integers(2, 12), st.sampled_from(PreemptionMode))
+def test_an_image_that_cannot_be_decoded_ends_its_requests_and_no_others(
+    seed: int, max_in_flight: int, more_blocks: int, mode: PreemptionMode
+) -> None:
+    """Requests share prefixes and images. All steps in flight are answered after the failure was planned."""
+    scheduler, worker = scheduler_with(
+        9,
+        budget=seed % 9,
+        num_device_blocks=6 + more_blocks,
+        num_host_blocks=more_blocks,
+        preemption_mode=mode,
+        max_num_batched_tokens=8 + seed % 20,
+    )
+    bad = ("bad", seed % 7, 1 + seed % 5)
+    worker.encoder = FakeEncoder(scheduler.config, failing={make_image(*bad).digest})
+    groups: list[SequenceGroup] = []
+    for number in range(6):
+        images = [("good", 12, 4)] * (number % 2) + [bad] * (number % 3 == 0)
+        items = tuple(make_image(*image) for image in sorted(images, key=lambda image: image[1]))
+        groups.append(make_group(str(number), 17, n=1 + number % 2, max_tokens=6, items=items))
+    in_flight: list[tuple[SchedulerOutput, ModelOutput]] = []
+    arriving = [*groups]
+    for now in range(500):
+        if arriving and now % (1 + seed % 3) == 0:
+            scheduler.add_request(arriving.pop(0))
+        if not (scheduler.has_work or in_flight or arriving):
+            break
+        output = scheduler.schedule()
+        if not output.is_empty:
+            in_flight.append((output, worker.execute(output)))
+        if in_flight and (output.is_empty or len(in_flight) == max_in_flight):
+            scheduler.update_from_output(*in_flight.pop(0))
+        scheduler.blocks.check()
+        scheduler.encoder_cache.check()
+    for number, group in enumerate(groups):
+        is_bad = number % 3 == 0
+        assert (group.error == "the model could not read an image of the prompt") == is_bad
+        for sequence in group.sequences:
+            assert (sequence.status is SequenceStatus.FINISHED_FAILED) == is_bad
+            if not is_bad:
+                assert output_of(group, sequence.index) == reference_output(group, sequence.index, 64)

@@ -1,0 +1,77 @@
+"""The encoder cache of a worker, derived anew from its sequences and the step's plan each time."""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from scheduler_service.core import EncoderItem
+
+if TYPE_CHECKING:
+    from slow_groups import SlowGroup, SlowSequence
+    from slow_scheduler import SlowScheduler
+
+
+class SlowImage(NamedTuple):
+    """An image, or a part of one, in a prompt."""
+
+    name: EncoderItem
+    start: int
+    stop: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+
+class SlowImages:
+    def __init__(self, scheduler: "SlowScheduler") -> None:
+        self.scheduler = scheduler
+        self.size, self.budget = scheduler.config.encoder_cache_size, scheduler.config.encoder_budget
+        self.kept: dict[EncoderItem, int] = {}  # tokens, in the order in which steps read them last
+
+    def are_too_large(self, group: "SlowGroup") -> bool:
+        return any(image.num_tokens > self.size for image in group.images)
+
+    def touched(self, group: "SlowGroup", start: int, stop: int) -> list[SlowImage]:
+        return [image for image in group.images if max(start, image.start) < min(stop, image.stop)]
+
+    def planned(self) -> list[SlowImage]:
+        """What the step's chunks touch."""
+        chunks = [chunk for chunk in self.scheduler.plan if not chunk[0].is_encoder]
+        return [image for s, n, _ in chunks for image in self.touched(s.group, s.computed, s.computed + n)]
+
+    def used(self) -> dict[EncoderItem, int]:
+        """The tokens of what sequences on the device have begun to read and of what the step touches."""
+        sequences = [sequence for group in self.scheduler.running for sequence in group.live]
+        begun = [image for sequence in sequences for image in sequence.begun if sequence.computed < image.stop]
+        return {image.name: image.num_tokens for image in begun + self.planned()}
+
+    def fits(self, group: "SlowGroup", start: int, stop: int) -> bool:
+        """Whether the step can compute these tokens, too."""
+        touched = {image.name: image.num_tokens for image in self.touched(group, start, stop)}
+        used = self.used() | touched
+        new = {image.name: image.num_tokens for image in self.planned()} | touched
+        new = {name: num_tokens for name, num_tokens in new.items() if name not in self.kept}
+        return sum(used.values()) <= self.size and (len(new) <= 1 or sum(new.values()) <= self.budget)
+
+    def reach(self, group: "SlowGroup", start: int, most: int) -> int:
+        """The most tokens after `start` that the step can compute, too."""
+        if not group.images:
+            return most
+        return max(n for n in range(most + 1) if self.fits(group, start, start + n))
+
+    def write(self) -> tuple[list[EncoderItem], list[EncoderItem]]:
+        """What the step encodes, and what is dropped."""
+        used, encoded, dropped = self.used(), [], []
+        for image in self.planned():
+            if image.name not in self.kept:
+                encoded.append(image.name)
+            self.kept.pop(image.name, None)
+            self.kept[image.name] = image.num_tokens  # the last now
+        for sequence, num_tokens, _ in self.scheduler.plan:
+            sequence.begun += self.touched(sequence.group, sequence.computed, sequence.computed + num_tokens)
+        while sum(self.kept.values()) > self.size:
+            dropped.append(next(name for name in self.kept if name not in used))
+            del self.kept[dropped[-1]]
+        return encoded, dropped
+
+    def forked(self, parent: "SlowSequence", child: "SlowSequence") -> None:
+        child.begun = [*parent.begun]
