@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from pagewire.v1.admin_service_pb2 import StepSplit
 
-PHASES = ("schedule", "encode", "wire", "move", "forward", "sample", "guess", "decode", "update", "publish")
-MODEL_PHASES = frozenset(("move", "forward", "sample", "guess"))
+PHASES = ("schedule", "encode", "wire", "move", "images", "forward", "sample", "guess", "decode", "update", "publish")
+MODEL_PHASES = frozenset(("move", "images", "forward", "sample", "guess"))
 """The worker computes. All others are the scheduler, the codec and gRPC."""
 
 

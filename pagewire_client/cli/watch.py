@@ -100,6 +100,8 @@ class View:
         }
         if any(worker.num_guessed_tokens for worker in state.workers):
             fields["guessed_right"] = f"{_share_right(state.workers):.0%}"
+        if any(worker.num_encoder_queries for worker in state.workers):
+            fields["images_kept"] = f"{_share_kept(state.workers):.0%}"
         words = [time.strftime("%H:%M:%S"), *(f"{name}={value}" for name, value in fields.items())]
         news = f"{self._news}\n" if self._has_news else ""
         error = f"\n{state.front_end_error}" if state.front_end_error else ""
@@ -142,6 +144,8 @@ class View:
         )
         if any(worker.num_guessed_tokens for worker in state.workers):
             table.add_row(f"{_share_right(state.workers):.0%} of drafts accepted")
+        if any(worker.num_encoder_queries for worker in state.workers):
+            table.add_row(f"{_share_kept(state.workers):.0%} of images kept")
         return table
 
     def _status(self, state: pb.ClusterState) -> Text:
@@ -222,6 +226,11 @@ def _share_used(workers: Sequence[pb.WorkerState]) -> float:
 def _share_right(workers: Sequence[pb.WorkerState]) -> float:
     """The accepted share of verified drafts, of which there must be at least one."""
     return sum(worker.num_accepted_tokens for worker in workers) / sum(worker.num_guessed_tokens for worker in workers)
+
+
+def _share_kept(workers: Sequence[pb.WorkerState]) -> float:
+    """The share of needed images that were encoded already. At least one must have been needed."""
+    return sum(worker.num_encoder_hits for worker in workers) / sum(worker.num_encoder_queries for worker in workers)
 
 
 def _share_cached(state: pb.ClusterState) -> float:

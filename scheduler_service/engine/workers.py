@@ -14,6 +14,7 @@ import structlog
 
 from pagewire_common.calls.errors import RequestError
 from scheduler_service.core import ModelOutput, Scheduler, SchedulerOutput, SequenceStatus, WorkerScheduler
+from scheduler_service.core.planning.encoder_cache import EncoderCounts
 from scheduler_service.engine.worker_link.client import WorkerClient
 from scheduler_service.engine.worker_link.session import StepSplit
 from scheduler_service.statistics.counts import STEP_BOUNDS, Histogram
@@ -95,6 +96,7 @@ class Worker:
         self.split = StepSplit()
         self.step_tokens = Histogram(STEP_BOUNDS)  # tokens of each step
         self.num_preemptions = 0  # without the open session
+        self.past_encoder_counts = EncoderCounts()  # without the open session
         self.num_losses = 0  # sessions that ended without a drain
         self.fetch_counts = FetchCounts()
         self.drafts = Drafts()
@@ -113,6 +115,11 @@ class Worker:
         self.drained_by = float("inf")
         """Time at which requests that remain after an operator's drain move to other workers."""
         self._most_in_flight = most_in_flight
+
+    @property
+    def encoder_counts(self) -> EncoderCounts:
+        scheduler, counts = self.scheduler, self.past_encoder_counts
+        return counts if scheduler is None else counts + scheduler.encoder_cache.counts
 
     @property
     def draining(self) -> bool:

@@ -38,6 +38,7 @@ def _encode_placement(balancer: Balancer) -> pb.PlacementCounts:
 
 
 def _encode_worker(worker: Worker) -> pb.WorkerState:
+    encoder = worker.encoder_counts
     state = pb.WorkerState(
         address=worker.client.address,
         status=f"WORKER_STATUS_{worker.state.name}",
@@ -48,6 +49,9 @@ def _encode_worker(worker: Worker) -> pb.WorkerState:
         num_preemptions=worker.num_preemptions,
         last_error=worker.last_error,
         step_split=_encode_split(worker.split),
+        num_encoder_queries=encoder.num_queries,
+        num_encoder_hits=encoder.num_hits,
+        num_encoded_tokens=encoder.num_encoded_tokens,
         num_guessed_tokens=worker.drafts.verified.num_tokens,
         num_accepted_tokens=worker.drafts.right.num_tokens,
         num_guessed_by_position=worker.drafts.verified.by_position(),
@@ -74,6 +78,7 @@ def _encode_split(split: StepSplit) -> pb.StepSplit:
         encode_us=split.encode // 1000,
         wire_us=max(split.wire, 0) // 1000,
         move_us=split.move // 1000,
+        images_us=split.images // 1000,
         forward_us=split.forward // 1000,
         sample_us=split.sample // 1000,
         guess_us=split.guess // 1000,

@@ -18,7 +18,7 @@ from scheduler_service.engine.front_ends.servicer import FrontEnds
 from scheduler_service.operations.cluster_state import cluster_state
 from scheduler_service.statistics.counts import CountsByTenant, Histogram, RequestCounts
 
-PHASES = ("schedule", "encode", "wire", "move", "forward", "sample", "guess", "decode", "update", "publish")
+PHASES = ("schedule", "encode", "wire", "move", "images", "forward", "sample", "guess", "decode", "update", "publish")
 STATUSES = [name.removeprefix("WORKER_STATUS_").lower() for name, number in pb.WorkerStatus.items() if number]
 VLLM = "vllm:"
 REASONS = ("stop", "length", "abort", "error")
@@ -79,6 +79,12 @@ class SchedulerMetrics:
         for name, text, field in (
             ("spec_decode_num_draft_tokens", "Drafts that were verified.", "num_guessed_tokens"),
             ("spec_decode_num_accepted_tokens", "Drafts that were accepted.", "num_accepted_tokens"),
+            (
+                "mm_cache_queries",
+                "Times that a sequence began to need an image.",
+                "num_encoder_queries",
+            ),
+            ("mm_cache_hits", "Images of these that the worker did not encode for the sequence.", "num_encoder_hits"),
         ):
             yield family.counters(name, text, worker_label, {w.address: getattr(w, field) for w in state.workers})
         yield family.counters(
@@ -170,6 +176,12 @@ class SchedulerMetrics:
         )
         yield family.counters(
             "steps", "Steps that a worker has answered.", "worker", {w.address: w.num_steps for w in state.workers}
+        )
+        yield family.counters(
+            "encoded_image_tokens",
+            "Tokens of the images that a worker has encoded.",
+            "worker",
+            {w.address: w.num_encoded_tokens for w in state.workers},
         )
         yield family.table(
             "step_phase_seconds",

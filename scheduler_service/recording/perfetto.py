@@ -131,12 +131,14 @@ class TraceWriter:
             "blocks_swapped_out": len(output.blocks_to_swap_out),
             "blocks_swapped_in": len(output.blocks_to_swap_in),
             "blocks_copied": len(output.blocks_to_copy),
+            "images_encoded": len(output.items_to_encode),
             "planned_ahead_us": self._time(step.began_at) - self._time(step.sent_at),
         }
         if step.answer is not None and step.answer.HasField("timing"):
             timing = step.answer.timing
             args |= {
                 "move_us": timing.move_us,
+                "encode_us": timing.encode_us,
                 "forward_us": timing.forward_us,
                 "sample_us": timing.sample_us,
                 "guess_us": timing.guess_us,

@@ -8,13 +8,15 @@ from scheduler_service.core import SchedulerOutput
 class StepWork(NamedTuple):
     """A decode token is alone in its chunk; other tokens and verified drafts are prefill tokens.
 
-    `context_tokens`: tokens that the sequences' last tokens attend to, without drafts.
+    `context_tokens`: tokens that the sequences' last tokens attend to, without drafts. `encoded_tokens`: of images
+    that the step encodes.
     """
 
     prefill_tokens: int
     decode_tokens: int
     context_tokens: int
     swapped_blocks: int
+    encoded_tokens: int = 0
 
     @classmethod
     def of(cls, output: SchedulerOutput) -> "StepWork":
@@ -27,7 +29,8 @@ class StepWork(NamedTuple):
                 decode += 1
             else:
                 prefill += num_tokens
-        return cls(prefill, decode, context, len(output.blocks_to_swap_out) + len(output.blocks_to_swap_in))
+        swapped = len(output.blocks_to_swap_out) + len(output.blocks_to_swap_in)
+        return cls(prefill, decode, context, swapped, output.num_encoded_tokens)
 
     def with_drafts(self, number: int) -> "StepWork":
         """The work with `number` verified drafts."""

@@ -2,7 +2,7 @@
 
 import zlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from pagewire.v1 import scheduler_output_pb2 as wire
 
@@ -61,6 +61,10 @@ def _tables(message: wire.NewSequence | wire.Fork) -> str:
     return ", ".join(_blocks(table.block_ids) for table in (message, *message.further_tables))
 
 
+def _names(items: Iterable[wire.EncoderItem]) -> list[str]:
+    return [f"part {item.part} of {item.digest.hex()[:8]}" for item in items]
+
+
 def _pairs(mapping: wire.BlockMapping) -> list[str]:
     return [f"{source} to {to}" for source, to in zip(mapping.sources, mapping.destinations, strict=False)]
 
@@ -78,11 +82,13 @@ PARTS: dict[str, Callable[[wire.SchedulerOutput], list[str]]] = {
     ],
     "items of new sequences": lambda step: [
         f"{new.sequence_id}: {item.digest.hex()[:8]} in place of {item.num_embeddings} tokens from {item.start}, "
-        f"{item.num_bytes} bytes sent"
+        f"{item.num_bytes} bytes sent" + (f", part {item.image.part} of an image" if item.HasField("image") else "")
         for new in step.new_sequences
         for item in new.items
     ],
     "drops items": lambda step: [digest.hex()[:8] for digest in step.dropped_items],
+    "encodes": lambda step: _names(step.items_to_encode),
+    "drops encoded": lambda step: _names(step.dropped_embeddings),
     "sampling of new sequences": lambda step: [
         f"{new.sequence_id}: {str(new.sampling).replace(chr(10), ' ')}" for new in step.new_sequences
     ],

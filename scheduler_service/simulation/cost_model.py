@@ -10,7 +10,17 @@ from scheduler_service.core.config import LayerGroup
 from scheduler_service.recording.step_work import StepWork
 
 # Fields that may be 0; the others must be positive.
-MAY_BE_ZERO = frozenset(("step_us", "decode_token_us", "context_token_us", "num_device_blocks", "num_host_blocks"))
+MAY_BE_ZERO = frozenset(
+    (
+        "step_us",
+        "decode_token_us",
+        "context_token_us",
+        "image_token_us",
+        "num_device_blocks",
+        "num_host_blocks",
+        "encoder_budget",
+    )
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +34,8 @@ class CostModel:
     prefill_token_us: float = 500.0
     decode_token_us: float = 1_500.0
     context_token_us: float = 0.5
+    image_token_us: float = 1_000.0
+    """Encoding an image, for each of its tokens in the prompt."""
     swap_bytes_per_second: float = 5e9
     block_bytes: int = 368_640
     block_size: int = 16
@@ -31,6 +43,10 @@ class CostModel:
     num_host_blocks: int = 2_048
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2_048
+    image_tokens: int = 256
+    """Tokens of each image of a trace."""
+    encoder_cache_size: int = 16_384
+    encoder_budget: int = 0
     layer_groups: tuple[LayerGroup, ...] = ()
     """The groups of layers if any has a window: in the JSON file, pairs of a block's tokens and the window's."""
     guesses: tuple[float, ...] = ()
@@ -46,6 +62,7 @@ class CostModel:
             + self.prefill_token_us * work.prefill_tokens
             + self.decode_token_us * work.decode_tokens
             + self.context_token_us * work.context_tokens
+            + self.image_token_us * work.encoded_tokens
         )
         return compute_us / 1e6 + work.swapped_blocks * self.block_bytes / self.swap_bytes_per_second
 

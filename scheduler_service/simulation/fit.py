@@ -1,5 +1,5 @@
 """Fits a cost model to measured steps, by non-negative least squares over the columns of a step's work: the best of the
-plain fits to all 31 subsets of the five columns.
+plain fits to all 63 subsets of the six columns.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from scheduler_service.simulation.cost_model import CostModel
 from scheduler_service.simulation.drafts import DraftCounts
 
 COLUMNS = ("step", *StepWork._fields)
-OPTIONAL_COLUMNS = frozenset(("swapped_blocks",))  # 0 in all steps of a worker that never swaps
+OPTIONAL_COLUMNS = frozenset(("swapped_blocks", "encoded_tokens"))  # 0 in all steps without swaps or images
 DECODING_COLUMNS = frozenset(("decode_tokens", "context_tokens"))  # 0 in all steps of an encoder
 MIN_STEPS = 50  # ten for each coefficient
 MANY_STEPS = 1000
@@ -123,6 +123,8 @@ def _fields(coefficients: dict[str, float], config: SchedulerConfig) -> dict[str
         fields["layer_groups"] = [list(group if group.chunked else group[:2]) for group in config.groups]
     if not config.block_bytes:  # the worker did not report the size of a block in bytes
         fields["block_bytes"] = CostModel().block_bytes
+    if image_us := coefficients["encoded_tokens"]:
+        fields["image_token_us"] = image_us
     if swap_us := coefficients["swapped_blocks"]:
         fields["swap_bytes_per_second"] = 1e6 * fields["block_bytes"] / swap_us
     elif config.swap_bytes_per_second:  # the worker measured the speed of swaps

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 
 from scheduler_service.core import (
     Balancer,
+    ImagePart,
     ModelOutput,
     PhaseRule,
     PreemptionMode,
+    PromptItem,
     SamplingParams,
     Scheduler,
     SchedulerConfig,
@@ -114,6 +116,12 @@ class Simulator:
             pool, longest = cost_model.max_num_batched_tokens, longest - 1
             if any(arrival.output_tokens > 1 for arrival in arrivals):
                 raise ValueError("the trace has requests of several output tokens, and an encoder samples none")
+        encoder_cache_size = cost_model.encoder_cache_size if cost_model.num_device_blocks else 0
+        if any(arrival.num_images for arrival in arrivals) and cost_model.image_tokens > encoder_cache_size:
+            raise ValueError(
+                f"an image has {cost_model.image_tokens} tokens; a worker's encoder cache has room for "
+                f"{encoder_cache_size}"
+            )
         if longest > pool:
             raise ValueError(f"the longest request of the trace has {longest} tokens; a worker's pool has {pool}")
         config = SchedulerConfig(
@@ -132,6 +140,8 @@ class Simulator:
             block_bytes=cost_model.block_bytes,
             swap_bytes_per_second=int(cost_model.swap_bytes_per_second),
             prefill_tokens_per_second=int(cost_model.prefill_tokens_per_second),
+            encoder_cache_size=encoder_cache_size,
+            encoder_budget=cost_model.encoder_budget,
         )
         self._arrivals = arrivals
         self._cost_model = cost_model
@@ -198,6 +208,15 @@ class Simulator:
             priority=arrival.priority,
             tenant=arrival.tenant,
             arrived_at=arrival.at,
+            items=self._images(number),
+        )
+
+    def _images(self, number: int) -> tuple[PromptItem, ...]:
+        """The images of a request, at the beginning of the prompt, as many as it has tokens for."""
+        arrival, size = self._arrivals[number], self._cost_model.image_tokens
+        return tuple(
+            PromptItem(f"image {place} of request {number}".encode(), place * size, size, 0, image=ImagePart(1, 1))
+            for place in range(min(arrival.num_images, arrival.prompt_tokens // size))
         )
 
     def _wake(self, now: float) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+IMAGES = "NumImages"
+"""A column of the trace with images, which other traces lack."""
 
 
 class TraceError(ValueError):
@@ -14,7 +16,7 @@ class TraceError(ValueError):
 
 
 class Arrival(NamedTuple):
-    """One request; `at` in seconds after the first. Prompts of a `conversation` share a prefix."""
+    """One request; `at` in seconds after the first. Prompts of a `conversation` share a prefix. All images differ."""
 
     at: float
     prompt_tokens: int
@@ -22,6 +24,7 @@ class Arrival(NamedTuple):
     tenant: str = ""
     priority: int = 0
     conversation: int | None = None
+    num_images: int = 0
 
 
 def read_trace(path: Path, *, speedup: float = 1.0, limit: int | None = None) -> list[Arrival]:
@@ -43,15 +46,17 @@ def read_trace(path: Path, *, speedup: float = 1.0, limit: int | None = None) ->
                     # Timestamps have seven digits of a second, Python's datetime reads six.
                     time = datetime.fromisoformat(row["TIMESTAMP"][:26])
                     prompt_tokens, output_tokens = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+                    num_images = int(row.get(IMAGES) or 0)
                 except (TypeError, ValueError) as error:
                     raise TraceError(f"{path}, line {reader.line_num}: {error}") from error
                 first = first or time
                 at = (time - first).total_seconds() / speedup
-                if prompt_tokens < 1 or output_tokens < 1 or (arrivals and at < arrivals[-1].at):
+                if min(prompt_tokens, output_tokens) < 1 or num_images < 0 or (arrivals and at < arrivals[-1].at):
                     raise TraceError(
-                        f"{path}, line {reader.line_num}: token counts must be at least 1, and times must not go back"
+                        f"{path}, line {reader.line_num}: token counts must be at least 1, numbers of images at "
+                        "least 0, and times must not go back"
                     )
-                arrivals.append(Arrival(at, prompt_tokens, output_tokens))
+                arrivals.append(Arrival(at, prompt_tokens, output_tokens, num_images=num_images))
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(f"{path} cannot be read: {error}") from error
     if not arrivals:

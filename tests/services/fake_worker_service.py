@@ -40,6 +40,8 @@ class FakeWorkerService(WorkerServiceServicer, health.aio.HealthServicer):
         self.num_sessions = 0
         self.num_steps = 0
         self.num_prompts = 0
+        self.undecodable: set[bytes] = set()  # digests of images
+        self.received: list[pb.PromptItem] = []
         self.stops_at: int | None = None
         self.info = worker_pb.GetWorkerInfoResponse(
             protocol_version=4,
@@ -86,6 +88,7 @@ class FakeWorkerService(WorkerServiceServicer, health.aio.HealthServicer):
             if self.num_steps == self.stops_at:
                 self.runs.clear()
             self.num_prompts += len(output.new_sequences)
+            self.received += [item for new in output.new_sequences for item in new.items]
             for new in output.new_sequences:
                 self._vector_bytes[new.sequence_id] = 4 * new.sampling.pooling.dimensions
             vectors = [
@@ -101,6 +104,7 @@ class FakeWorkerService(WorkerServiceServicer, health.aio.HealthServicer):
                     token_ids=[TOKEN] * sum(num_tokens),
                     num_tokens=num_tokens if rooms else (),
                     num_draft_tokens=rooms,
+                    failed_items=[item for item in output.items_to_encode if item.digest in self.undecodable],
                     num_draft_tokens_wanted=() if wanted is None else [wanted] * len(num_tokens),
                 )
             )

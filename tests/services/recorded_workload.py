@@ -10,8 +10,10 @@ from random import Random
 
 from pagewire.v1 import scheduler_output_pb2 as wire
 from scheduler_service.core import (
+    ImagePart,
     PhaseRule,
     PreemptionMode,
+    PromptItem,
     SamplingParams,
     Scheduler,
     SchedulerConfig,
@@ -94,6 +96,9 @@ class Worker:
                 )
         if output.scheduled and output.scheduled[0].samples and random.random() < 2 * failures:
             answer.failed_sequence_ids.append(output.scheduled[0].sequence.id)
+        if output.items_to_encode and random.random() < 4 * failures:
+            name = output.items_to_encode[0]
+            answer.failed_items.add(digest=name.digest, part=name.part)
         self.connection.last_answer = answer
         try:
             gained = self.scheduler.update_from_output(output, decode_model_output(answer), now)
@@ -103,6 +108,16 @@ class Worker:
             if sequence.group.error is not None:  # as the engine does it
                 self.scheduler.finish_requests([sequence.group.request_id], SequenceStatus.FINISHED_ABORTED)
         return True
+
+
+def _images(random: Random, num_tokens: int) -> tuple[PromptItem, ...]:
+    """Two parts of an image, or none."""
+    size = random.randint(1, 4)
+    start = random.randrange(num_tokens)
+    if start + 2 * size > num_tokens:
+        return ()
+    digest = b"%d" % size
+    return tuple(PromptItem(digest, start + n * size, size, 9, b"png", ImagePart(1, 1, n)) for n in range(2))
 
 
 class Workload:
@@ -146,6 +161,8 @@ class Workload:
             sliding_window=random.choice([0, 0, 4]),
             max_held_loras=random.choice([0, 1, 2]),
             lora_copy_seconds=random.choice([0.0, 0.3]),
+            encoder_cache_size=random.choice([3, 9]),
+            encoder_budget=random.choice([0, 6]),
         )
         self.workers: list[Worker | None] = [None] * num_workers
         self.most_in_flight = most_in_flight
@@ -253,6 +270,7 @@ class Workload:
             arrived_at=self.clock(),
             output_token_ids=tuple((5,) * random.randrange(max_tokens) for _ in range(n)) if resumed else (),
             ended=frozenset(random.sample(range(n), random.randrange(n))) if resumed else frozenset(),
+            items=_images(random, len(prompt)),
         )
         self.groups.append(group)
         self.waiting.append(group)

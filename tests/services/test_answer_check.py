@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from scheduler_service.core import (
+    EncoderItem,
     ModelOutput,
     PoolingParams,
     PoolingType,
@@ -301,3 +302,10 @@ def test_vectors_have_the_size_that_was_asked_for(kind: PoolingType, right: list
                     check_answer(output, answer, 100)
         vectors = {} if size is None else {sequence_id: bytes(size)}
         scheduler.update_from_output(output, ModelOutput(number + 1, token_ids, vectors=vectors))
+
+
+def test_only_an_image_that_the_step_encodes_may_have_failed() -> None:
+    name = EncoderItem(b"digest", 1)
+    check_answer(SchedulerOutput(1, items_to_encode=[name]), ModelOutput(1, [], failed_items=[name]), 100)
+    with pytest.raises(ValueError, match="could not decode an image that the step does not encode"):
+        check_answer(SchedulerOutput(1), ModelOutput(1, [], failed_items=[name]), 100)

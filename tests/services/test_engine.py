@@ -59,12 +59,16 @@ async def test_a_step_smaller_than_the_workers_blocks_is_refused_with_both_sizes
 async def test_a_worker_with_less_room_than_was_promised_is_refused(byte_tokenizer_directory: Path) -> None:
     large = FakeWorkerService(byte_tokenizer_directory, num_device_blocks=64)
     small = FakeWorkerService(byte_tokenizer_directory, num_device_blocks=63)
+    large.info.encoder_cache_size = small.info.encoder_cache_size = 50
     async with serving(large) as address, running(address) as engine:
         await engine.model()
         client = engine.workers.all[0].client
         await engine.fleet.agreement.accept(client, decode_worker_info(large.info))
         with pytest.raises(WorkerError, match="longest sequence is 504; requests were promised 512"):
             await engine.fleet.agreement.accept(client, decode_worker_info(small.info))
+        large.info.encoder_cache_size = 49
+        with pytest.raises(WorkerError, match="encoder cache has 49 tokens; requests were promised 50"):
+            await engine.fleet.agreement.accept(client, decode_worker_info(large.info))
 
 
 async def test_a_worker_with_a_somewhat_smaller_cache_than_the_first_ones_is_welcome(

@@ -13,7 +13,9 @@ from recorded_workload import Connection, MemorySink, record
 
 from pagewire.v1 import scheduler_output_pb2 as wire
 from scheduler_service.core import (
+    ImagePart,
     PreemptionMode,
+    PromptItem,
     SamplingParams,
     SchedulerConfig,
     SchedulerOutput,
@@ -66,7 +68,9 @@ def record_worker(
     for number in range(40):
         prompt = [random.randrange(100) for _ in range(random.randint(2, 60))]
         sampling = SamplingParams(max_tokens=random.randint(1, most_tokens))
-        group = SequenceGroup(str(number), prompt, sampling, arrived_at=now)
+        image = PromptItem(b"%d" % number, 0, 4, 9, image=ImagePart(1, 1))
+        has_image = config.encoder_cache_size > 0 and number % 2 and len(prompt) > 4
+        group = SequenceGroup(str(number), prompt, sampling, arrived_at=now, items=(image,) if has_image else ())
         waiting.append(group)
         recorder.arrived(group)
     guessing = Drafting(costs.guesses, costs.acceptance)
@@ -112,10 +116,12 @@ def command(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_coefficients_of_a_known_cost_model_come_back(tmp_path: Path) -> None:
-    record_worker(tmp_path / "recording", COSTS)
+    costs = replace(COSTS, image_token_us=300.0)
+    record_worker(tmp_path / "recording", costs, replace(CONFIG, encoder_cache_size=16))
     result = fit_to(tmp_path / "recording")
+    assert "image_token_us" in result.fields
     for name, value in result.fields.items():
-        assert value == pytest.approx(getattr(COSTS, name), rel=1e-3), name
+        assert value == pytest.approx(getattr(costs, name), rel=1e-3), name
     assert result.r2 > 0.999999
     assert result.median_relative_error < 1e-6
 

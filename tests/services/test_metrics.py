@@ -231,6 +231,8 @@ async def test_what_vllm_has_too_can_be_had_under_its_names(byte_tokenizer_direc
         "generation_tokens": "counter",
         "spec_decode_num_draft_tokens": "counter",
         "spec_decode_num_accepted_tokens": "counter",
+        "mm_cache_queries": "counter",
+        "mm_cache_hits": "counter",
         "spec_decode_num_drafts": "counter",
         "spec_decode_num_accepted_tokens_per_pos": "counter",
         "request_success": "counter",

@@ -483,12 +483,21 @@ SENT = wire.PromptItem(digest=b"d", num_bytes=9)
             wire.NewSequence(items=[wire.PromptItem(digest=b"d")]),
             "items of new sequences",
         ),
+        (
+            wire.SchedulerOutput(items_to_encode=[wire.EncoderItem(digest=b"d")]),
+            wire.SchedulerOutput(items_to_encode=[wire.EncoderItem(digest=b"d", part=1)]),
+            "encodes",
+        ),
     ],
 )
 def test_a_difference_in_any_field_has_words(
-    recorded: wire.Fork | wire.NewSequence, replayed: wire.Fork | wire.NewSequence, part: str
+    recorded: wire.Fork | wire.NewSequence | wire.SchedulerOutput,
+    replayed: wire.Fork | wire.NewSequence | wire.SchedulerOutput,
+    part: str,
 ) -> None:
-    def step(item: wire.Fork | wire.NewSequence) -> wire.SchedulerOutput:
+    def step(item: wire.Fork | wire.NewSequence | wire.SchedulerOutput) -> wire.SchedulerOutput:
+        if isinstance(item, wire.SchedulerOutput):
+            return item
         if isinstance(item, wire.Fork):
             return wire.SchedulerOutput(forks=[item])
         return wire.SchedulerOutput(new_sequences=[item])

@@ -47,6 +47,18 @@ def test_one_request_takes_what_arithmetic_says() -> None:
     assert result.utilisation == pytest.approx(1)
 
 
+def test_a_request_with_images_encodes_one_a_step(tmp_path: Path) -> None:
+    """The first chunk ends before the second of two images; there is no room for a third in the prompt."""
+    costs = replace(COSTS, image_tokens=4, image_token_us=700, encoder_cache_size=8)
+    (trace := tmp_path / "trace.csv").write_text(f"{HEADER.strip()},NumImages\n2023-11-16 18:15:46,10,1,9\n")
+    (arrival,) = read_trace(trace)
+    assert arrival.num_images == 9
+    (request,) = Simulator([arrival], costs, num_workers=1).run().requests
+    assert request.ttft == pytest.approx((2 * (1000 + 4 * 700) + 10 * 100 + 4 + 10) / 1e6)
+    with pytest.raises(ValueError, match=r"an image has 4 tokens; a worker.s encoder cache has room for 3"):
+        Simulator([arrival], replace(costs, encoder_cache_size=3), num_workers=1)
+
+
 def test_requests_whose_layers_have_windows_need_fewer_blocks(tmp_path: Path) -> None:
     """A sequence of 120 tokens needs 15 blocks of 8 tokens, and of each window's 4 only those with the last tokens."""
     file, long = tmp_path / "costs.json", [Arrival(0.0, 100, 20), Arrival(0.0, 100, 20)]

@@ -9,14 +9,14 @@ from pagewire.v1.admin_service_pb2 import StepSplit as StepSplitMessage
 from pagewire_client import Client, LocalServer, SamplingParams
 from scheduler_service.engine.worker_link.session import RoundTrips, StepSplit
 
-TIMING = SimpleNamespace(move_us=1, forward_us=7, sample_us=2, guess_us=0)  # 10 µs in all
+TIMING = SimpleNamespace(move_us=1, encode_us=3, forward_us=4, sample_us=2, guess_us=0)  # 10 µs in all
 
 
 def test_the_wire_is_what_the_worker_did_not_need_of_a_round_trip() -> None:
     trips = RoundTrips(split := StepSplit())
     trips.sent(1_000)
     trips.answered(14_000, TIMING)
-    assert (split.num_steps, split.move, split.forward, split.sample) == (1, 1_000, 7_000, 2_000)
+    assert (split.num_steps, split.move, split.images, split.forward) == (1, 1_000, 3_000, 4_000)
     assert split.wire == 3_000
 
 
@@ -65,6 +65,7 @@ async def test_the_admin_service_tells_where_the_time_of_steps_went(tiny_server:
     assert spent.pop("num_steps") >= 20
     assert spent.pop("move_us") >= 0
     assert spent.pop("guess_us") == 0  # this worker guesses nothing
+    assert spent.pop("images_us") == 0
     assert all(us > 0 for us in spent.values()), spent
     in_flight = spent["wire_us"] + spent["forward_us"] + spent["sample_us"]
     assert in_flight <= us_passed + len(spent)  # each rounds down

@@ -78,6 +78,15 @@ def test_the_share_of_accepted_drafts_is_shown_where_there_are_any() -> None:
     assert "guessed_right=40%" in view.line()
 
 
+def test_the_share_of_kept_images_is_shown_where_there_are_any() -> None:
+    view = View("there:1")
+    view.take(sample(0.0))
+    assert "images" not in drawn(view) + view.line()
+    view.take(sample(2.0, workers=[WORKER, pb.WorkerState(num_encoder_queries=8, num_encoder_hits=2)]))
+    assert "25% of images kept" in drawn(view)
+    assert "images_kept=25%" in view.line()
+
+
 def test_why_front_ends_do_not_serve_is_shown() -> None:
     view = View("there:1")
     view.take(sample(0.0, front_end_error="a front end [bold]cannot[/]"))

@@ -241,6 +241,7 @@ class Requests:
 
     def publish(self, gained: Sequence[SequenceOutput]) -> None:
         in_flight, running, num_tokens = self.in_flight, SequenceStatus.RUNNING, 0
+        failed: dict[SequenceGroup, None] = {}
         for item in gained:
             sequence, token_id, logprobs, prompt_logprobs, _, goes_on, _ = item
             group = sequence.group
@@ -250,12 +251,17 @@ class Requests:
             if group.beams is not None and group.is_finished:
                 num_tokens += sum(len(hypothesis.token_ids) for hypothesis in group.beams.hypotheses)
             num_tokens += token_id is not None
+            if group.error is not None and group.is_finished:
+                failed[group] = None
+                continue
             has_more = not group.is_plain and (logprobs is not None or prompt_logprobs is not None)
             if token_id is None or has_more or (sequence.status is not running and not goes_on):
                 call.tell_gained(item)
             else:
                 call.outbox.outputs.append(call.first_output + sequence.index)
                 call.outbox.token_ids.append(token_id)
+        for group in failed:
+            self.fail(group)
         self.statistics.num_output_tokens += num_tokens
         for outbox in self.outboxes:
             if outbox.outputs:

@@ -69,6 +69,7 @@ class WorkerSession:
                 fleet.requests.fail(group)
             fleet.requests.tell_traced()
             worker.num_preemptions += sum(scheduler.num_preemptions.values())
+            worker.past_encoder_counts += scheduler.encoder_cache.counts
         finally:
             fleet.note_change()
         return is_lost_in_a_step
@@ -139,6 +140,7 @@ class WorkerSession:
             worker.split.publish += perf_counter_ns() - updated
             if self._fleet.settings.check_invariants:
                 scheduler.blocks.check()
+                scheduler.encoder_cache.check()
             worker.woken.set()
             await requests.room()
 

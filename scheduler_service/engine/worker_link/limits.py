@@ -104,6 +104,7 @@ def model_limits(settings: SchedulerSettings, info: WorkerInfo) -> ModelLimits:
         feature_bytes=info.feature_bytes,
         undeclared_keys=settings.undeclared_keys,
         prompt_embeds_size=info.prompt_embeds_size if settings.enable_prompt_embeds else 0,
+        encoder_cache_size=info.encoder_cache_size,
     )
 
 
@@ -124,6 +125,11 @@ def check_limits(limits: ModelLimits, settings: SchedulerSettings, info: WorkerI
         raise ValueError(
             f"the worker's size of prompt_embeds is {info.prompt_embeds_size}; that of earlier workers is "
             f"{limits.prompt_embeds_size}"
+        )
+    if info.encoder_cache_size < limits.encoder_cache_size:
+        raise ValueError(
+            f"the worker's encoder cache has {info.encoder_cache_size} tokens; requests were promised "
+            f"{limits.encoder_cache_size}; start it like the first worker, with --encoder-cache-size"
         )
     if limits.has_forms and "forms" not in info.features:
         raise ValueError(
@@ -192,6 +198,8 @@ def scheduler_config(
         max_held_loras=num_places(info),
         lora_copy_seconds=info.lora_copy_seconds,
         max_num_encoder_tokens=info.max_num_encoder_tokens,
+        encoder_cache_size=info.encoder_cache_size,
+        encoder_budget=info.encoder_budget,
     )
     if info.max_encoder_len and max_sequence_tokens(info) < 2:
         raise ValueError(f"the worker has {info.num_device_blocks} blocks; one request's encoder input fills them all")

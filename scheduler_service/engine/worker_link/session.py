@@ -1,8 +1,8 @@
-"""The stream of steps to one worker, and the time that each step spends in each of ten phases.
+"""The stream of steps to one worker, and the time that each step spends in each of eleven phases.
 
-The scheduler times schedule, encode, decode, update and publish; the worker reports move, forward, sample and guess.
-`wire` is the rest of the round trip. A step sent ahead waits in the worker, so a round trip begins at the step's
-sending or at the previous answer, whichever is later. Timing a step takes 1.3 µs on an EPYC (Zen 5).
+The scheduler times schedule, encode, decode, update and publish; the worker reports move, images, forward,
+sample and guess. `wire` is the rest of the round trip. A step sent ahead waits in the worker, so a round trip begins at
+the step's sending or at the previous answer, whichever is later. Timing a step takes 1.3 µs on an EPYC (Zen 5).
 """
 
 import asyncio
@@ -41,6 +41,8 @@ class StepSplit:
     wire: int = 0
     """May be negative over few steps: a late answer shortens the next step's round trip."""
     move: int = 0
+    images: int = 0
+    """Encoding images."""
     forward: int = 0
     sample: int = 0
     guess: int = 0
@@ -73,14 +75,15 @@ class RoundTrips:
         began = max(self._sent_at.popleft(), self._answered_at)
         self._answered_at = at
         move, forward = 1000 * timing.move_us, 1000 * timing.forward_us
-        sample, guess = 1000 * timing.sample_us, 1000 * timing.guess_us
+        sample, guess, images = 1000 * timing.sample_us, 1000 * timing.guess_us, 1000 * timing.encode_us
         split = self._split
         split.num_steps += 1
         split.move += move
+        split.images += images
         split.forward += forward
         split.sample += sample
         split.guess += guess
-        split.wire += at - began - move - forward - sample - guess
+        split.wire += at - began - move - images - forward - sample - guess
 
 
 class Session:
