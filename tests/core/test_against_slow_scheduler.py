@@ -249,6 +249,8 @@ class Both:
 @example(73633789, [i in (4, 6) for i in range(18)], False, False, False)
 # Groups of layers without a window, which share more of a prompt than followers of a window could.
 @example(2965593632, [i in (11, 13, 14) for i in range(18)], False, True, False)
+# A group is swapped out while it has tokens of an image to compute.
+@example(341602084, [i in (1, 11, 15) for i in range(18)], False, False, True)
 def test_every_decision_is_that_of_the_slow_scheduler(
     seed: int, takes_part: list[bool], share: bool, divides_layers: bool, images: bool
 ) -> None:

@@ -19,6 +19,7 @@ from dataclasses import astuple, dataclass
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.groups.prompt_item import EncoderItem, Items, PromptItem, items_between
 from scheduler_service.core.groups.sequence import Sequence
+from scheduler_service.core.groups.sequence_status import SequenceStatus
 from scheduler_service.core.outputs import SchedulerOutput
 
 
@@ -165,7 +166,7 @@ class EncoderCache:
         self._dropped.append(name)
 
     def check(self) -> None:
-        """Assert that the sums equal the parts, and that used images are kept or planned."""
+        """Assert that the sums equal the parts, and that between steps all used images are kept, for running groups."""
         users = [name for used in self._used_by.values() for name in used]
         assert self._num_users == {name: users.count(name) for name in users}
         sizes = {name: item.num_embeddings for used in self._used_by.values() for name, item in used.items()}
@@ -173,6 +174,7 @@ class EncoderCache:
         assert self._num_kept == sum(self._kept.values()) <= self._size
         assert sizes.keys() <= self._kept.keys()
         assert not self._planned
+        assert all(sequence.status is SequenceStatus.RUNNING for sequence in self._used_by)
 
 
 def _has_computed(sequence: Sequence, item: PromptItem) -> bool:

@@ -1,5 +1,6 @@
 """Images are encoded when a chunk first needs them, once while they are kept, and never beyond cache and budget."""
 
+import pytest
 from fake_encoder import FakeEncoder
 from fake_worker import FakeWorker, reference_output
 from hypothesis import given, settings
@@ -9,6 +10,7 @@ from scheduler_helpers import make_group, make_image, make_scheduler, output_of,
 from scheduler_service.core import (
     EncoderItem,
     ModelOutput,
+    PhaseRule,
     PreemptionMode,
     Scheduler,
     SchedulerOutput,
@@ -102,16 +104,18 @@ def test_of_an_image_that_two_chunks_need_the_second_has_it_if_the_first_is_take
     cache.read(second, 4, output := SchedulerOutput(1))
     assert output.items_to_encode == names(A)
     assert cache.counts.num_encoded_tokens == 4
-    cache.use(first, 4)
-    cache.release([first, second])
-    assert cache.reach(other.images, 0, 20) == 20
-    cache.read(second, 0, output)
+    cache.release([second])
+    cache.use(other.sequences[0], 20)
+    cache.release(other.sequences)
+    assert cache.reach(with_images("c", C).images, 0, 20) == 20, "a chunk that was taken back spent the budget"
     cache.written(output)
-    assert output.dropped_embeddings == [], "room that nothing needs is made"
+    assert output.dropped_embeddings == [], "room is made for a chunk that was taken back"
 
 
-def test_an_image_at_the_end_of_a_prompt_stays_until_all_outputs_have_begun() -> None:
-    scheduler, worker = scheduler_with(6, max_num_batched_tokens=8)
+@pytest.mark.parametrize("phase_rule", PhaseRule)
+def test_an_image_at_the_end_of_a_prompt_stays_until_all_outputs_have_begun(phase_rule: PhaseRule) -> None:
+    """Also if other prompts are computed before the outputs begin."""
+    scheduler, worker = scheduler_with(6, max_num_batched_tokens=8, phase_rule=phase_rule)
     scheduler.add_request(with_images("several", ("end", 2, 6), num_tokens=8, n=3))
     scheduler.add_request(with_images("other", A))
     encoded = []
@@ -141,6 +145,17 @@ def test_a_group_that_resumes_encodes_only_images_of_which_it_computes_a_token()
     assert scheduler.num_preemptions[PreemptionMode.SWAP]
     assert worker.encoder.num_encoded <= 4
     assert [output_of(group) for group in groups] == [reference_output(group, 0, 40) for group in groups]
+
+
+def test_the_time_to_encode_an_image_does_not_count_as_a_worker_that_is_slow() -> None:
+    scheduler, worker = scheduler_with(9)
+    make_scheduler(scheduler.waiting)  # with one worker alone, no times are compared
+    scheduler.add_request(with_images("slow", A))
+    for now, speed in ((0.0, 1000), (60.0, None)):
+        output = scheduler.schedule(now)
+        scheduler.update_from_output(output, worker.execute(output), now + 50)
+        assert speed in (None, scheduler.member.slowness.speed)
+    assert scheduler.member.slowness.speed < 1000
 
 
 def test_an_image_that_is_larger_than_the_cache_is_refused_in_a_sentence() -> None:
