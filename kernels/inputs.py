@@ -22,10 +22,10 @@ def upload(
 
 
 def rotary_tables(positions: Tensor, inverse_frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of `position * inverse_frequency` radians, times `scale`. positions: [num_tokens] integers;
-    inverse_frequencies: [rotary_dim / 2] float32. Returns two [num_tokens, rotary_dim / 2] float32, for all layers with
-    equal rotary embeddings."""
-    angles = positions.float()[:, None] * inverse_frequencies
+    """Cosines and sines of `position * inverse_frequency` radians, times `scale`. positions: [num_tokens] integers, or
+    [num_tokens, rotary_dim / 2] if they differ between frequencies. inverse_frequencies: [rotary_dim / 2] float32.
+    Returns two [num_tokens, rotary_dim / 2] float32, for all layers with equal rotary embeddings."""
+    angles = (positions[:, None] if positions.dim() == 1 else positions).float() * inverse_frequencies
     return angles.cos() * scale, angles.sin() * scale
 
 

@@ -40,6 +40,10 @@ class GivenEmbeddings(NamedTuple):
     """[number] int64: rows of the step, each at most once."""
     embeddings: Tensor
     """[number, prompt_embeds_size] float32, as in transformers' `inputs_embeds`."""
+    deep_rows: Tensor | None = None
+    """[others] int64: rows to whose hidden states `deep` is added."""
+    deep: Sequence[Tensor] = ()
+    """Terms to add after each of the first layers (DeepStack; Meng et al., 2024), [others, hidden_size] float32."""
 
 
 Slots = Tensor | Sequence[Tensor]
@@ -161,9 +165,9 @@ class CausalModel(Loadable, Protocol):
         adapter_slots: Tensor | None = None,
         given: GivenEmbeddings | None = None,
     ) -> Tensor:
-        """Compute a step's hidden states [num_tokens, hidden_size], and store keys and values in the cache. token_ids,
-        positions: [num_tokens] int64. adapter_slots: [num_tokens] int32, negative without adapter; None if no token
-        has an adapter."""
+        """Compute a step's hidden states [num_tokens, hidden_size], and store keys and values in the cache. token_ids:
+        [num_tokens] int64. positions: [num_tokens] int64, or [3, num_tokens] in a network with positions in three
+        axes. adapter_slots: [num_tokens] int32, negative without adapter; None if no token has an adapter."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden_size] from `forward`. Returns [rows, vocabulary_size]. float32, because bf16 logits

@@ -26,13 +26,17 @@ UNKNOWN = {"mimo": "qwen2"}
 # Every key of families with states is compared by `test_config_sweep`, too.
 LATENTS = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"}
 """Families with latent attention, whose every key `test_config_sweep` compares."""
+WITH_SECTIONS = {"qwen2_vl_text", "qwen2_5_vl_text"}
+"""Families whose sections must have as many pairs as a head."""
+SECTIONS = {"rope_type": "default", "rope_theta": 77.0, "mrope_section": [1, 1, 0]}
 QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3}
 FILES: list[dict[str, Any]] = [
     *(
         {"model_type": family}
         for family in FAMILIES
-        if family not in LATENTS | UNKNOWN.keys() | FAMILIES_WITH_STATES.keys()
+        if family not in LATENTS | WITH_SECTIONS | UNKNOWN.keys() | FAMILIES_WITH_STATES.keys()
     ),
+    *({"model_type": family, "rope_parameters": SECTIONS} for family in sorted(WITH_SECTIONS)),
     {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": None},
     {"model_type": "gemma2", "query_pre_attn_scalar": 100, "attn_logit_softcapping": None, "sliding_window": 9},
     {
@@ -94,7 +98,7 @@ def test_a_file_reads_as_transformers_reads_it(file: dict[str, Any]) -> None:
     ours = read_config(SIZES | file)
     assert isinstance(ours, DecoderConfig)
     assert ours.rms_norm_eps == theirs.rms_norm_eps
-    assert ours.tied_embeddings == theirs.tie_word_embeddings
+    assert ours.tied_embeddings == getattr(theirs, "tie_word_embeddings", False)
     assert ours.num_kv_heads == theirs.num_key_value_heads
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 4)
     activation = getattr(theirs, "hidden_act", None) or theirs.hidden_activation
@@ -107,7 +111,7 @@ def test_a_file_reads_as_transformers_reads_it(file: dict[str, Any]) -> None:
     if file["model_type"] == "gemma2":  # no code of transformers reads Gemma 3's
         assert ours.attention_soft_cap == theirs.attn_logit_softcapping
     assert ours.out_bias == getattr(theirs, "attention_bias", False)
-    assert ours.qkv_bias == getattr(theirs, "attention_bias", file["model_type"] == "qwen2")
+    assert ours.qkv_bias == getattr(theirs, "attention_bias", file["model_type"] in {"qwen2", *WITH_SECTIONS})
     assert ours.mlp_bias == getattr(theirs, "mlp_bias", False)
 
     kinds = getattr(theirs, "layer_types", ["sliding_attention"] * 5)

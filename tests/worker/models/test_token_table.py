@@ -11,7 +11,8 @@ from kernels.linear.quantization import quantize_int4
 from kernels.ops import GroupedWeight
 from worker_service.loading.checkpoint import Checkpoint
 from worker_service.loading.quantized.packed_weights import widened
-from worker_service.models.decoders.decoder import Decoder, Embedding
+from worker_service.models.decoders.decoder import Decoder
+from worker_service.models.layers.embedding import Embedding
 from worker_service.models.layers.linear import Linear, Quantization, can_pack
 from worker_service.models.registry import build_model, read_config
 from worker_service.parallel.ranks import ALONE

@@ -1,7 +1,7 @@
 """Reads rotary position embeddings (RoPE; Su et al., 2021) from config.json."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import isfinite, nan
 from typing import Any, TypeVar
 
@@ -27,6 +27,8 @@ NOTES = ("finetuned", "max_position_embeddings")
 """Notes on training without effect on inference."""
 _ORIGINAL = "original_max_position_embeddings"
 _LONGEST = LARGEST
+_MAX_PAIRS = 1 << 16
+"""Pairs of elements of a head."""
 N = TypeVar("N", int, float)
 
 
@@ -37,6 +39,8 @@ class Rope:
     rotated."""
     scale: float = 1.0
     """Factor on cosines and sines."""
+    axes: Tensor | None = None
+    """[rotary_dim / 2] int64: the axis of positions of each pair, 0, 1 or 2; None with one axis."""
     max_positions: int | None = None
     """Maximum sequence length in tokens; None if unscaled, with config.json's max_position_embeddings as maximum."""
 
@@ -67,6 +71,37 @@ def read_rope(
         name = "partial_rotary_factor"
         share = _agreed(parameters, name, json, name, lambda keys, name: keys.number(name, None, most=1)) or share
     return rope_of(parameters, json, head_dim, theta, share, original=original)
+
+
+def read_axial_rope(
+    json: ReadKeys,
+    head_dim: int,
+    default_theta: float = 10_000.0,
+    *,
+    sections: Sequence[int],
+    is_interleaved: bool,
+    **options: Any,
+) -> Rope:
+    """Rotary embeddings by positions in three axes: time, row and column (M-RoPE; Wang et al., 2024). Options: see
+    `read_rope`.
+
+    sections: the family's default of `mrope_section`, the number of pairs of each axis. is_interleaved: whether axes
+    take turns, so that each has pairs of all frequencies. Tokens of a text have one position in all axes."""
+    for name in ("rope_parameters", "rope_scaling"):
+        group = json.group(name)
+        group.neutral(mrope_interleaved=True if is_interleaved else None)
+        sections = group.integers("mrope_section", 3, least=0, most=_MAX_PAIRS) or sections
+    rope = read_rope(json, head_dim, default_theta, **options)
+    pairs = len(rope.inverse_frequencies)
+    if is_interleaved:
+        axes = torch.zeros(pairs, dtype=torch.int64)
+        for axis in (1, 2):
+            axes[axis : 3 * sections[axis] : 3] = axis
+    elif sum(sections) == pairs:
+        axes = torch.arange(3).repeat_interleave(torch.tensor(sections))
+    else:
+        raise ValueError(f"mrope_section is {[*sections]}; its sum must be {pairs}, the pairs of a head")
+    return replace(rope, axes=axes)
 
 
 def rope_of(
@@ -115,7 +150,7 @@ def rope_of(
     length = scaled_length(kind, said, json.integer("max_position_embeddings"), is_scaled=is_scaled_length)
     if length < 1:
         raise ValueError(f"factor is {shown(said['factor'])}, with which the maximum sequence length is below 1")
-    return Rope(frequencies, scale * more, length)
+    return Rope(frequencies, scale * more, max_positions=length)
 
 
 def read_theta(parameters: ReadKeys, json: ReadKeys, outer: str, default: float) -> float:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from kernels.backends import ops_for
 from kernels.float8 import Float8Weight
@@ -25,44 +24,16 @@ from worker_service.models.causal_model import (
     Slots,
     by_layer,
 )
+from worker_service.models.config.rope import Rope
 from worker_service.models.decoders.attention import AttentionHalf, LatentAttention, QkvAttention
 from worker_service.models.decoders.decoder_config import DecoderConfig, LayerConfig
 from worker_service.models.decoders.mlp import SHARED_EXPERTS, DenseMlp, MixtureMlp, Mlp, Projection
 from worker_service.models.decoders.shard import Shard
 from worker_service.models.decoders.states.halves import ConvolutionHalf, DeltaHalf, MambaHalf
+from worker_service.models.layers.embedding import Embedding
 from worker_service.models.layers.linear import NONE_QUANTIZED, Linear, Quantization, Quantized, head_quantization
 from worker_service.models.layers.mixers import DeltaNet, Mamba2, ShortConvolution
 from worker_service.parallel.ranks import ALONE, Ranks
-
-
-class Embedding:
-    """A function from token ids to embeddings. Each rank holds the rows of some tokens. A table tied to the output head
-    is read from the head's packed weight, so that it is in memory once."""
-
-    def __init__(self, weight: Tensor, tokens: range, ranks: Ranks) -> None:
-        """weight: [rows, hidden_size]; its first rows are for `tokens`, and any others are unused."""
-        self.weight = weight
-        self._tokens, self._ranks = tokens, ranks
-        self._rows: Callable[[Tensor], Tensor] = lambda rows: functional.embedding(rows, self.weight).float()
-
-    def own_rows(self, weight: Tensor) -> Tensor:
-        """The rows of `weight` for this rank's tokens. weight: in the table's shape."""
-        return weight[: len(self._tokens)]
-
-    def take_rows_of(self, linear: Linear) -> None:
-        """If the packed weight of `linear` can be read by rows, use it and free the table."""
-        if (table := linear.table) is not None:
-            self._rows = table.rows
-            self.weight = self.weight.new_empty(0)
-
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        """token_ids: [num_tokens] int64. Returns [num_tokens, hidden_size] float32."""
-        if self._ranks.size == 1:
-            return self._rows(token_ids)
-        rows = token_ids - self._tokens.start
-        elsewhere = (rows < 0) | (rows >= len(self._tokens))
-        found = self._rows(rows.masked_fill_(elsewhere, 0))
-        return self._ranks.all_reduce(found.masked_fill_(elsewhere.unsqueeze(1), 0))
 
 
 class DecoderLayer:
@@ -220,6 +191,7 @@ class Decoder:
         self._lm_head = Linear(head, wide=True, ops=self._ops)
         ropes = {layer.rope for layer in config.layers if layer.rope is not None}
         self._frequencies = {rope: rope.inverse_frequencies.to(device) for rope in ropes}
+        self._axes = {rope: rope.axes.to(device) for rope in ropes if rope.axes is not None}
         self._shown: tuple[int, ...] = ()
         self._show: Callable[[Sequence[Tensor], Tensor], None] | None = None
 
@@ -286,7 +258,8 @@ class Decoder:
     ) -> Tensor:
         """See `CausalModel.forward`. Hidden states are normalised by the last norm."""
         rotations = {
-            rope: rotary_tables(positions, frequencies, rope.scale) for rope, frequencies in self._frequencies.items()
+            rope: rotary_tables(self._turns(rope, positions), frequencies, rope.scale)
+            for rope, frequencies in self._frequencies.items()
         }
         residual, delta = self._embedding(token_ids), None
         if given is not None and self.config.scales_given:
@@ -304,6 +277,8 @@ class Decoder:
                 states[number] = (residual.clone() if delta is None else residual + delta).to(self._norm.dtype)
             rotation = rotations[layer_config.rope] if layer_config.rope is not None else None
             delta = layer.forward(delta, residual, rotation, *place, adapter_slots)
+            if given is not None and number < len(given.deep):
+                residual[given.deep_rows] += given.deep[number]
         assert delta is not None  # every network has a layer
         normed = self._ops.add_rms_norm(delta, residual, self._norm, self.config.rms_norm_eps, self.config.norm_offset)
         if self._show is not None:
@@ -312,6 +287,10 @@ class Decoder:
             assert isinstance(slots, Tensor)  # heads that draft share the cache's blocks
             self._show(shown, slots)
         return normed
+
+    def _turns(self, rope: Rope, positions: Tensor) -> Tensor:
+        """The position by which each pair turns, [num_tokens, pairs]; [num_tokens] if it is the same for all pairs."""
+        return positions if positions.dim() == 1 else positions[self._axes[rope]].T.contiguous()
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits, cap = self._lm_head(hidden), self.config.logit_soft_cap

@@ -1,13 +1,13 @@
 """Reads the config.json of native families as a `DecoderConfig`, with transformers' defaults. Functions raise
 ValueError for unsupported settings. Unread keys are refused (see `config_keys`)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kernels.ops import ClampedSwiglu
 from worker_service.models.config.config_keys import check_all_read, check_generates
 from worker_service.models.config.config_limits import MAX_LAYERS
-from worker_service.models.config.rope import Rope, read_rope, read_theta, rope_of
+from worker_service.models.config.rope import Rope, read_axial_rope, read_rope, read_theta, rope_of
 from worker_service.models.decoders.decoder_config import DecoderConfig, Mixture, MixtureNames
 from worker_service.models.decoders.deepseek import read_deepseek_v2, read_deepseek_v3, read_glm4_moe_lite
 from worker_service.models.decoders.family_keys import (
@@ -15,12 +15,13 @@ from worker_service.models.decoders.family_keys import (
     head_dim_of,
     num_layers_of,
     read_layers,
+    read_qwen_windows,
     read_size,
+    read_window,
+    read_windows,
 )
 from worker_service.models.decoders.states.families import FAMILIES_WITH_STATES
 from worker_service.read_keys import ReadKeys
-
-_KINDS = ("full_attention", "sliding_attention")
 
 
 def _llama(json: ReadKeys) -> DecoderConfig:
@@ -61,7 +62,14 @@ def _mixtral(json: ReadKeys) -> DecoderConfig:
 def _qwen2(json: ReadKeys) -> DecoderConfig:
     """Llama with query, key and value biases, and optional windows in late layers. (Yang et al., 2024.)"""
     json.neutral(attention_bias=True)
-    return read_layers(json, qkv_bias=True, num_kv_heads=32, windows=_qwen_windows(json))
+    return read_layers(json, qkv_bias=True, num_kv_heads=32, windows=read_qwen_windows(json))
+
+
+def _qwen2_vl(json: ReadKeys) -> DecoderConfig:
+    """Qwen2 with positions in three axes. (Wang et al., 2024.)"""
+    rope = read_axial_rope(json, head_dim_of(json), 1_000_000.0, sections=(16, 24, 24), is_interleaved=False)
+    windows = read_qwen_windows(json, 80)
+    return read_layers(json, qkv_bias=True, num_kv_heads=8, eps=1e-5, ropes=[rope] * len(windows), windows=windows)
 
 
 def _mimo(json: ReadKeys) -> DecoderConfig:
@@ -80,7 +88,22 @@ def _qwen3(json: ReadKeys) -> DecoderConfig:
         qkv_bias=attention_bias,
         out_bias=attention_bias,
         head_dim=128,
-        windows=_qwen_windows(json),
+        windows=read_qwen_windows(json),
+    )
+
+
+def _qwen3_vl(json: ReadKeys) -> DecoderConfig:
+    """Qwen3 with positions in three axes, and without windows. (Qwen Team, 2025.)"""
+    attention_bias = json.boolean("attention_bias", False)
+    rope = read_axial_rope(json, head_dim_of(json, 128), 500_000.0, sections=(24, 20, 20), is_interleaved=True)
+    return read_layers(
+        json,
+        qk_norm=True,
+        num_kv_heads=32,
+        qkv_bias=attention_bias,
+        out_bias=attention_bias,
+        head_dim=128,
+        ropes=[rope] * num_layers_of(json),
     )
 
 
@@ -97,7 +120,7 @@ def _qwen3_moe(json: ReadKeys) -> DecoderConfig:
     )
     dense = json.integers("mlp_only_layers", least=0, most=MAX_LAYERS) or ()
     has_experts = [number not in dense and (number + 1) % interval == 0 for number in range(num_layers)]
-    window = _window(json, 4096)
+    window = read_window(json, 4096)
     if window is None:
         json.without_effect("max_window_layers")
     attention_bias = json.boolean("attention_bias", False)
@@ -120,7 +143,7 @@ def _smollm3(json: ReadKeys) -> DecoderConfig:
     if rotated is None:
         rotated = [int((number + 1) % interval != 0) for number in range(num_layers)]
     rope = read_rope(json, head_dim_of(json), 2_000_000.0)
-    window = _window(json, None)
+    window = read_window(json, None)
     attention_bias = json.boolean("attention_bias", False)
     return read_layers(
         json,
@@ -130,7 +153,7 @@ def _smollm3(json: ReadKeys) -> DecoderConfig:
         mlp_bias=json.boolean("mlp_bias", False),
         tied_embeddings=True,
         ropes=[rope if rotates else None for rotates in rotated],
-        windows=_windows(json, window, [not rotates for rotates in rotated]),
+        windows=read_windows(json, window, [not rotates for rotates in rotated]),
     )
 
 
@@ -164,7 +187,7 @@ def _gemma2(json: ReadKeys) -> DecoderConfig:
         attention_scale=json.integer("query_pre_attn_scalar", 256) ** -0.5,
         attention_soft_cap=json.number("attn_logit_softcapping", 50.0, null=None),
         logit_soft_cap=json.number("final_logit_softcapping", 30.0, null=None),
-        windows=_windows(json, window, slides),
+        windows=read_windows(json, window, slides),
     )
 
 
@@ -173,7 +196,7 @@ def _gemma3(json: ReadKeys) -> DecoderConfig:
     window. (Gemma Team, 2025.)"""
     num_layers, pattern = num_layers_of(json), json.integer("sliding_window_pattern", 6)
     window = json.integer("sliding_window", 4096, null=None)
-    windows = _windows(json, window, [(number + 1) % pattern != 0 for number in range(num_layers)])
+    windows = read_windows(json, window, [(number + 1) % pattern != 0 for number in range(num_layers)])
     near = _gemma3_rope(json, "sliding_attention", "rope_local_base_freq", 10_000.0)
     far = _gemma3_rope(json, "full_attention", "rope_theta", 1_000_000.0)
     return _read_gemma(
@@ -223,7 +246,7 @@ def _gpt_oss(json: ReadKeys) -> DecoderConfig:
         qkv_bias=attention_bias,
         out_bias=attention_bias,
         ropes=[rope] * num_layers,
-        windows=_windows(json, json.integer("sliding_window", 128), [n % 2 == 0 for n in range(num_layers)]),
+        windows=read_windows(json, json.integer("sliding_window", 128), [n % 2 == 0 for n in range(num_layers)]),
         mixtures=[mixture] * num_layers,
     )
 
@@ -243,8 +266,11 @@ FAMILIES: dict[str, Callable[[ReadKeys], DecoderConfig]] = FAMILIES_WITH_STATES 
     "mixtral": _mixtral,
     "phi3": _phi3,
     "qwen2": _qwen2,
+    "qwen2_5_vl_text": _qwen2_vl,
+    "qwen2_vl_text": _qwen2_vl,
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
+    "qwen3_vl_text": _qwen3_vl,
     "smollm3": _smollm3,
 }
 """Readers by `model_type`."""
@@ -308,24 +334,3 @@ def _num_experts(json: ReadKeys, default: int) -> int:
     if len(numbers) > 1:
         raise ValueError("num_experts and num_local_experts say different numbers")
     return min(numbers, default=default)
-
-
-def _window(json: ReadKeys, default: int | None) -> int | None:
-    """The window of families whose layers have one only if `use_sliding_window` is true."""
-    window, uses = json.integer("sliding_window", default, null=None), json.boolean("use_sliding_window", False)
-    return window if uses else None
-
-
-def _qwen_windows(json: ReadKeys) -> list[int | None]:
-    window, first = _window(json, 4096), json.integer("max_window_layers", 28, least=0)
-    return _windows(json, window, [number >= first for number in range(num_layers_of(json))])
-
-
-def _windows(json: ReadKeys, window: int | None, slides: Sequence[bool]) -> list[int | None]:
-    """Each layer's window. slides: layers with a window if config.json has no `layer_types`."""
-    types = json.choices("layer_types", _KINDS, len(slides))
-    if types is not None:
-        slides = [kind == "sliding_attention" for kind in types]
-        if window is None and any(slides):
-            raise ValueError("layer_types names layers with a window, and there is none (sliding_window)")
-    return [window if slide else None for slide in slides]

@@ -10,6 +10,7 @@ from worker_service.models.layers.mixers import Mixer
 from worker_service.read_keys import REFUSED, ReadKeys
 
 _OTHER_LENGTHS = ("max_seq_len", "max_seq_length", "max_sequence_length", "seq_len", "seq_length")
+_KINDS = ("full_attention", "sliding_attention")
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -101,3 +102,25 @@ def head_dim_of(json: ReadKeys, default: int | None = None) -> int:
     if found < 1:
         raise ValueError(f"hidden_size is {hidden_size}; it must be at least num_attention_heads, which is {num_heads}")
     return found
+
+
+def read_window(json: ReadKeys, default: int | None) -> int | None:
+    """The window of families whose layers have one only if `use_sliding_window` is true."""
+    window, uses = json.integer("sliding_window", default, null=None), json.boolean("use_sliding_window", False)
+    return window if uses else None
+
+
+def read_qwen_windows(json: ReadKeys, first: int = 28) -> list[int | None]:
+    """first: the family's default of the first layer with a window."""
+    window, first = read_window(json, 4096), json.integer("max_window_layers", first, least=0)
+    return read_windows(json, window, [number >= first for number in range(num_layers_of(json))])
+
+
+def read_windows(json: ReadKeys, window: int | None, slides: Sequence[bool]) -> list[int | None]:
+    """Each layer's window. slides: layers with a window if config.json has no `layer_types`."""
+    types = json.choices("layer_types", _KINDS, len(slides))
+    if types is not None:
+        slides = [kind == "sliding_attention" for kind in types]
+        if window is None and any(slides):
+            raise ValueError("layer_types names layers with a window, and there is none (sliding_window)")
+    return [window if slide else None for slide in slides]

@@ -6,7 +6,7 @@ from typing import Any
 
 from kernels.linear.experts import Routing
 from worker_service.models.config.config_limits import MAX_EXPERTS, MAX_LAYERS
-from worker_service.models.config.rope import read_rope
+from worker_service.models.config.rope import read_axial_rope, read_rope
 from worker_service.models.decoders.decoder_config import DecoderConfig, Mixture, MixtureNames
 from worker_service.models.decoders.family_keys import head_dim_of, num_layers_of, read_layers, read_size
 from worker_service.models.layers.mixers import DeltaNet, Mamba2, ShortConvolution
@@ -248,9 +248,14 @@ def _read_qwen(
         )
     json.neutral(attn_output_gate=True, mamba_ssm_dtype="float32")
     json.without_effect("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
-    rope_parameters = json.group("rope_parameters")
-    rope_parameters.without_effect("mrope_section", "mrope_interleaved")  # texts have one position in all sections
-    rope = read_rope(json, head_dim_of(json, 256), parts_of_heads=True, share=0.25)
+    head_dim = head_dim_of(json, 256)
+    if by_head:
+        json.group("rope_parameters").without_effect("mrope_section", "mrope_interleaved")
+        rope = read_rope(json, head_dim, parts_of_heads=True, share=0.25)
+    else:
+        rope = read_axial_rope(
+            json, head_dim, sections=(11, 11, 10), is_interleaved=True, parts_of_heads=True, share=0.25
+        )
     attention_bias = json.boolean("attention_bias", False)
     return read_layers(
         json,
