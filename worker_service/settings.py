@@ -98,6 +98,16 @@ class WorkerSettings(ServiceSettings):
         description="follow the forms that requests ask for (json_schema, regex, choice, grammar), in a process beside "
         "the worker; not where several processes share the model",
     )
+    encoder_cache_size: int = Field(
+        16_384,
+        ge=0,
+        le=2**31 - 1,
+        description="tokens of images in prompts whose embeddings are kept, for models that read images; 0: images are "
+        "refused",
+    )
+    encoder_budget: int = Field(
+        0, ge=0, le=2**31 - 1, description="most tokens of images encoded in one step; 0: one image, or one tile of it"
+    )
     speculative_config: str | None = Field(
         None,
         validate_default=True,

@@ -30,6 +30,7 @@ from worker_service.models.layer_needs import has_one_kind, needs_of
 from worker_service.models.layers.linear import Quantization
 from worker_service.models.registry import build_model, read_config
 from worker_service.parallel.ranks import ALONE, Ranks
+from worker_service.session.items import PromptItem
 from worker_service.session.sequence_state import ScheduledChunk
 from worker_service.session.session import Session
 from worker_service.session.step import (
@@ -40,7 +41,6 @@ from worker_service.session.step import (
     Limits,
     ModelOutput,
     NewSequence,
-    PromptItem,
     SchedulerOutput,
 )
 

@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from worker_service.execution.sampling.form_process import HEAD, Follower, Work
+from worker_service.session.items import Embeddings, PromptItem
 from worker_service.session.sequence_state import SequenceState
-from worker_service.session.step import TOKENS, Embeddings, Limits, NewSequence, PromptItem, SamplingParams
+from worker_service.session.step import TOKENS, Limits, NewSequence, SamplingParams
 
 LIMITS = Limits(
     block_size=4,

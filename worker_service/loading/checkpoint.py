@@ -67,8 +67,12 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The weights' dtype in config.json, by default float32."""
-        name = self.config.get("dtype") or self.config.get("torch_dtype") or "float32"
+        """The weights' dtype in config.json, by default float32. If it is not stated for the whole, the text
+        network's."""
+        inner = self.config.get("text_config")
+        both = (self.config, inner if isinstance(inner, dict) else {})
+        stated = (config.get(name) for config in both for name in ("dtype", "torch_dtype"))
+        name = next(filter(None, stated), "float32")
         if not isinstance(name, str) or name not in _DTYPES:
             raise StartError(
                 f"{self.path / 'config.json'}: dtype {shown(name)} is not supported; supported are {', '.join(_DTYPES)}"

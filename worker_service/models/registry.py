@@ -1,12 +1,13 @@
 """Chooses the code for a checkpoint's network: the native decoder for its families, otherwise transformers'."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from worker_service.models.causal_model import CausalModel, Fill
-from worker_service.models.config.text_part import text_part
+from worker_service.models.config.text_part import TENSORS_OF_IMAGES, text_part
 from worker_service.models.decoders.decoder import Decoder
 from worker_service.models.decoders.decoder_config import DecoderConfig
 from worker_service.models.decoders.families import FAMILIES, read_decoder
@@ -36,10 +37,14 @@ def read_config(json: Mapping[str, Any]) -> AnyConfig:
     family = json.get("model_type")
     if family is not None and not isinstance(family, str):
         raise ValueError(f"model_type is {shown(family)}; it must be the name of a family")
-    json = text_part(json)
-    family = json.get("model_type")
+    whole, text = json, text_part(json)
+    if text is not whole and text["model_type"] not in FAMILIES:
+        raise ValueError(f"a model {family} whose text network is {shown(text['model_type'])} is not supported")
+    json, family = text, text.get("model_type")
     if family in FAMILIES:
-        return read_decoder(json)
+        config = read_decoder(json)
+        ignored = config.ignored_tensors if text is whole else (*config.ignored_tensors, *TENSORS_OF_IMAGES)
+        return replace(config, ignored_tensors=ignored)
     if family in ENCODERS and json.get("is_decoder") is not True:
         from worker_service.models.encoders.encoder_config import EncoderConfig
 

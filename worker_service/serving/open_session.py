@@ -22,6 +22,7 @@ from worker_service.serving.codec.answers import encode_model_output
 from worker_service.serving.codec.steps import decode_scheduler_output
 from worker_service.serving.device_thread import Pending
 from worker_service.serving.traces import Stays
+from worker_service.session.items import EncoderItem, ImageToEncode
 from worker_service.session.sequence_state import NO_DRAFTS, ScheduledChunk
 from worker_service.session.session import Session
 from worker_service.session.step import SchedulerOutput
@@ -74,6 +75,7 @@ class StepInFlight(Pending[pb.ModelOutput]):
     ) -> "StepInFlight":
         """Apply a step to the session, and draft tokens in the room that the scheduler has reserved."""
         chunks = session.apply(output)
+        output = session.with_images(output, chunks)
         if worker.drafter is None:
             return cls(worker, session, output, chunks, guard=guard)
         began = time.perf_counter()
@@ -87,6 +89,7 @@ class StepInFlight(Pending[pb.ModelOutput]):
         """Apply a step on a follower. drafts: the first rank's drafts of each chunk, or empty if no chunk has
         drafts."""
         chunks = session.apply(output)
+        output = session.with_images(output, chunks)
         each = drafts or repeat(NO_DRAFTS)
         chunks = [chunk.with_drafts(drafted) for chunk, drafted in zip(chunks, each, strict=False)]
         return cls(worker, session, output, chunks)
@@ -157,6 +160,17 @@ class OpenSession:
             failed: asyncio.Future[pb.ModelOutput] = asyncio.get_running_loop().create_future()
             failed.set_exception(reason)
             self.answers.put_nowait(failed)
+
+    def prepare(self, message: pb.SchedulerOutput) -> None:
+        """Begin to read the images that a received step encodes, while the device may compute other steps."""
+        encoder = self._worker.runner.images
+        if encoder is None or not message.items_to_encode:
+            return
+        wanted = {item.digest: EncoderItem(item.digest, item.part) for item in message.items_to_encode}
+        for item in (item for new in message.new_sequences for item in new.items if item.digest in wanted):
+            if data := item.data:
+                width, height = item.image.width, item.image.height
+                encoder.processing.begin(ImageToEncode(wanted.pop(item.digest), width, height, data))
 
     def compute(self, message: pb.SchedulerOutput) -> pb.ModelOutput | StepInFlight:
         """Compute one step. An error ends the session. If the worker launches steps ahead, returns as soon as the step

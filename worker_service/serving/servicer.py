@@ -64,6 +64,7 @@ class WorkerStatistics:
     forward_us: int = 0
     sample_us: int = 0
     guess_us: int = 0
+    encode_us: int = 0
 
     def count(self, step: SchedulerOutput, answer: ModelOutput) -> None:
         self.num_steps += 1
@@ -74,6 +75,7 @@ class WorkerStatistics:
         self.forward_us += answer.timing.forward_us
         self.sample_us += answer.timing.sample_us
         self.guess_us += answer.timing.guess_us
+        self.encode_us += answer.timing.encode_us
 
 
 def families(
@@ -96,7 +98,7 @@ def families(
     ):
         yield CounterMetricFamily(f"pagewire_worker_{name}", text, value)
     phases = CounterMetricFamily("pagewire_worker_step_phase_seconds", "Where steps' time went.", labels=["phase"])
-    for phase in ("move", "forward", "sample", "guess"):
+    for phase in ("move", "forward", "sample", "guess", "encode"):
         phases.add_metric([phase], getattr(statistics, f"{phase}_us") / 1e6)
     yield phases
 
@@ -277,6 +279,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         computed."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[ModelOutput] = loop.create_future()
+        opened.prepare(step)
         computed = self._device_thread.submit(partial(opened.compute, step))
 
         def settle(done: "Future[ModelOutput]") -> None:

@@ -1,10 +1,16 @@
 """A sequence of the session, and a chunk of it."""
 
 from array import array
+from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
-from worker_service.session.step import TOKENS, PromptItem, SamplingParams, Tables
+from worker_service.session.items import PromptItem
+from worker_service.session.step import TOKENS, SamplingParams, Tables
+
+STOP = attrgetter("stop")
 
 
 @dataclass(slots=True)
@@ -36,7 +42,7 @@ class SequenceState:
     further_tables: Tables = ()
     """The block tables of further groups of layers."""
     items: tuple[PromptItem, ...] = ()
-    """Embeddings in place of prompt tokens, in order."""
+    """Embeddings and images in place of prompt tokens, in order."""
 
     @property
     def tables(self) -> Tables:
@@ -72,6 +78,16 @@ class ScheduledChunk(NamedTuple):
     @property
     def token_ids(self) -> "array[int]":
         return self.sequence.token_ids[self.start : self.stop] + self.drafts
+
+    def parts_of_items(self) -> Iterator[tuple[PromptItem, int, int]]:
+        """The items among the chunk's tokens, each with the sequence's tokens [start, stop) that it shares with the
+        chunk."""
+        items = self.sequence.items
+        for place in range(bisect_right(items, self.start, key=STOP), len(items)):
+            item = items[place]
+            if item.start >= self.stop:
+                break
+            yield item, max(self.start, item.start), min(self.stop, item.stop)
 
     def with_drafts(self, drafts: "array[int]") -> "ScheduledChunk":
         return self._replace(stop=self.stop - len(self.drafts) + len(drafts), drafts=drafts)

@@ -5,11 +5,12 @@ a step ends the session, because a part of the step may have been applied. No te
 
 import operator
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice, repeat
 
 from worker_service.errors import FencingError, InvalidStepError
+from worker_service.session.encoded_images import EncodedImages
 from worker_service.session.prompt_items import SessionItems
 from worker_service.session.sequence_state import NO_DRAFTS, PLACEHOLDER, ScheduledChunk, SequenceState
 from worker_service.session.step import (
@@ -31,7 +32,8 @@ class Session:
         self.epoch = epoch
         self.sequences: dict[int, SequenceState] = {}
         self._limits = limits
-        self._items = SessionItems()
+        self._items = SessionItems(limits.images)
+        self._encoded = EncodedImages(limits, self._items)
         self._next_step_id = 1
         self._has_room = False  # whether the last step may have drafts
 
@@ -48,6 +50,7 @@ class Session:
         self._next_step_id += 1
         self._forget(output.preempted)
         self._items.drop(output.dropped_items)
+        self._encoded.drop(output.dropped_embeddings)
         for new in output.new_sequences:
             self._add(new)
         for fork in output.forks:
@@ -57,6 +60,16 @@ class Session:
         self._forget(output.finished)
         self._has_room = bool(output.num_draft_tokens)
         return self._schedule(output)
+
+    def with_images(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> SchedulerOutput:
+        """An applied step with the images that it encodes, and those that later steps need. Raises InvalidStepError if
+        it contradicts the encoder cache."""
+        if self._limits.images is None:
+            return output
+        images = self._encoded.encode(output.items_to_encode)
+        self._encoded.check(chunks)
+        ahead = tuple(self._encoded.ahead(chunks))
+        return replace(output, images=images, images_ahead=ahead) if images or ahead else output
 
     def follows_unseen(self, output: SchedulerOutput) -> bool:
         """Whether a step can be launched before the host has read the last step's tokens. Drafts and edited logits
@@ -150,7 +163,7 @@ class Session:
                 f"sequence {fork.child_id} takes {fork.num_computed_tokens} computed tokens of sequence "
                 f"{fork.parent_id}, which has {parent.num_computed_tokens}"
             )
-        if any(item.embeddings is None and item.stop > fork.num_computed_tokens for item in parent.items):
+        if any(item.lacks_embeddings and item.stop > fork.num_computed_tokens for item in parent.items):
             raise InvalidStepError(
                 f"sequence {fork.child_id} takes {fork.num_computed_tokens} computed tokens of sequence "
                 f"{fork.parent_id}, and would read embeddings that this worker was not sent"

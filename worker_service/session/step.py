@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from pagewire_common.images.layout import ImageLayouts
 from pagewire_common.sampling import LOGIT_EDITS, SamplerParams
+from worker_service.session.items import EncoderItem, ImageToEncode, PromptItem
 
 TOKENS = "q"
 """Type code of token ids and block numbers: 64-bit integers, which torch reads without conversion."""
@@ -60,6 +62,12 @@ class Limits:
     """Whether the worker can compute the times of a transcript's tokens."""
     prompt_embeds_size: int = 0
     """Elements of a token's embedding in a prompt; 0 if prompts cannot contain embeddings."""
+    images: ImageLayouts | None = None
+    """The tokens of images; None if prompts cannot contain images."""
+    encoder_cache_size: int = 0
+    """Tokens whose image embeddings the worker keeps."""
+    encoder_budget: int = 0
+    """Tokens of images that are encoded in one step, if there are several."""
 
     @cached_property
     def block_sizes(self) -> tuple[int, ...]:
@@ -175,31 +183,6 @@ class SamplingParams(SamplerParams):
 
 
 @dataclass(frozen=True)
-class Embeddings:
-    """Embeddings in place of token ids."""
-
-    dtype: str
-    """The type's name in safetensors: F32, F16 or BF16."""
-    num_embeddings: int
-    data: memoryview
-    """[num_embeddings, size], little-endian."""
-
-    @property
-    def row_bytes(self) -> int:
-        return len(self.data) // self.num_embeddings
-
-
-class PromptItem(NamedTuple):
-    """Embeddings in place of a prompt's tokens [start, stop)."""
-
-    digest: bytes
-    start: int
-    stop: int
-    embeddings: Embeddings | None = None
-    """None if the session has them already, or if the sequence does not need them."""
-
-
-@dataclass(frozen=True)
 class NewSequence:
     sequence_id: int
     token_ids: "array[int]"
@@ -275,6 +258,13 @@ class SchedulerOutput:
     """Digests of items that the session drops before it adds sequences."""
     num_draft_tokens: tuple[int, ...] = ()
     """A column: scheduled tokens that are reserved for drafts. Empty if no sequence may have drafts."""
+    items_to_encode: tuple[EncoderItem, ...] = ()
+    dropped_embeddings: tuple[EncoderItem, ...] = ()
+    """Encoded images that the worker drops before it encodes others."""
+    images: tuple[ImageToEncode, ...] = ()
+    """The images of `items_to_encode`, which the session adds."""
+    images_ahead: tuple[ImageToEncode, ...] = ()
+    """Images that the next steps are likely to encode, which the session adds."""
 
     @property
     def moves_blocks(self) -> bool:
@@ -311,6 +301,7 @@ class StepTiming:
     forward_us: int
     sample_us: int
     guess_us: int = 0
+    encode_us: int = 0
 
     @property
     def seconds(self) -> float:
@@ -336,3 +327,5 @@ class ModelOutput:
     vectors: list[SequenceVectors] = field(default_factory=list)
     barred_sequence_ids: list[int] = field(default_factory=list)
     """Failed sequences whose parameters or output form allow no token, although logits are finite."""
+    failed_items: list[EncoderItem] = field(default_factory=list)
+    """Images of `items_to_encode` that could not be decoded."""

@@ -17,8 +17,8 @@ from kernels.sampling.filters import filter_thresholds
 from kernels.sampling.noise import gumbel_noise, row_keys
 from worker_service.execution.sampling import sampler
 from worker_service.execution.sampling.logit_edits import edit_logits
+from worker_service.session.items import PromptItem
 from worker_service.session.sequence_state import SequenceState
-from worker_service.session.step import PromptItem
 
 VOCABULARY = 40
 

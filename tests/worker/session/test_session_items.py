@@ -10,8 +10,9 @@ from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire_client import PromptEmbeds
 from worker_service.errors import InvalidStepError
 from worker_service.serving.codec.items import decode_items
+from worker_service.session.items import PromptItem
 from worker_service.session.session import Session
-from worker_service.session.step import Fork, NewSequence, PromptItem, SchedulerOutput
+from worker_service.session.step import Fork, NewSequence, SchedulerOutput
 
 ITEM = embeddings_item(torch.ones(2, 8), 1)
 KNOWN = ITEM._replace(embeddings=None)

@@ -221,12 +221,18 @@ class DraftModel:
 
 
 def _of_draft(one: Beginning) -> SequenceState:
-    """A copy that ends after the first `num_tokens` tokens. Adapter and output form are left out: the draft model
-    ignores both."""
+    """A copy that ends after the first `num_tokens` tokens. Adapter, output form and items are left out: drafts
+    are made from token ids alone."""
     sampling = one.sequence.sampling
     if sampling.form or sampling.logprobs is not None or sampling.prompt_logprobs is not None:
         sampling = replace(sampling, form="", logprobs=None, prompt_logprobs=None)
-    return replace(one.sequence, token_ids=one.sequence.token_ids[: one.num_tokens], sampling=sampling, adapter="")
+    return replace(
+        one.sequence,
+        token_ids=one.sequence.token_ids[: one.num_tokens],
+        sampling=sampling,
+        adapter="",
+        items=(),
+    )
 
 
 def _move(sources: npt.NDArray[np.int64], destinations: npt.NDArray[np.int64], mapping: BlockMapping) -> None:

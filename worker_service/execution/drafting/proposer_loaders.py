@@ -69,7 +69,8 @@ def open_proposer_loader(
         )
     if speculation.model is None or speculation.method != "draft_model":
         return _HeadLoader(settings, max_model_len, open_head(speculation, settings, target))
-    draft = Network.open(speculation.model, settings, target.device, target.ranks)
+    without_images = settings.model_copy(update={"encoder_cache_size": 0})
+    draft = Network.open(speculation.model, without_images, target.device, target.ranks)
     if (needs := needs_of(draft.config, draft.shape.num_kv_heads)) and not has_one_kind(needs):
         raise StartError(f"{flag}: layers of the draft model {speculation.model} keep caches of different kinds")
     ours, theirs = (vocabulary(network.tokenizer_files) for network in (target, draft))

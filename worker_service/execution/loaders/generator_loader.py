@@ -15,6 +15,7 @@ from worker_service.execution.adapters.adapters import AdapterRoom
 from worker_service.execution.cache.cache_engine import CacheEngine
 from worker_service.execution.cache.layer_groups import LayerGroup, group_layers
 from worker_service.execution.drafting.proposer_loaders import open_proposer_loader
+from worker_service.execution.images.image_encoder import ImageEncoder
 from worker_service.execution.loaders.loader import Loader
 from worker_service.execution.sampling.alignment import Aligner
 from worker_service.execution.sampling.forms import Forms
@@ -57,6 +58,7 @@ class GeneratorLoader(Loader):
         self._room = AdapterRoom(settings.max_loras, settings.max_lora_rank, settings.max_cpu_loras)
         self._num_device_blocks = 0
         self._num_host_blocks = int(settings.swap_space * 2**30) // sum(self._block_bytes)
+        self._images: ImageEncoder | None = None
         self._model: Any  # the network's class depends on `config`
         self._cache: CacheEngine
         self._proposer: Proposer | None = None
@@ -92,10 +94,16 @@ class GeneratorLoader(Loader):
         return ()
 
     def check(self) -> list[int]:
-        return self.target.check(self._room) + self._proposer_loader.check()
+        return [*self.target.check(self._room), self._encoder_cache_bytes, *self._proposer_loader.check()]
+
+    @property
+    def _encoder_cache_bytes(self) -> int:
+        images, size = self.target.images, self.target.config.hidden_size
+        return 0 if images is None else images.cache_bytes(self.settings.encoder_cache_size, size)
 
     def load(self) -> None:
         self._model, self.adapters = self.target.load(self._room)
+        self._images = None if self.target.images is None else self.target.images.load(self.target.device)
         if self.settings.max_loras and not self.adapters.shapes:
             raise StartError(f"--max-loras: {self.target.model_id} has no projection that adapters can be applied to")
         self._proposer_loader.load(self._model)
@@ -124,7 +132,7 @@ class GeneratorLoader(Loader):
             self._forms = None
         if target.max_encoder_len:
             return EncoderDecoderRunner(self._model, self._cache, self._forms, self.adapters, self._aligner)
-        return ModelRunner(self._model, self._cache, graphs, self._forms, self.adapters)
+        return ModelRunner(self._model, self._cache, graphs, self._forms, self.adapters, self._images)
 
     def _count_blocks(self) -> None:
         """Choose the number of device blocks. If they are too few for the maximum length, reduce the maximum length."""
@@ -199,6 +207,9 @@ class GeneratorLoader(Loader):
             feature_bytes=getattr(config, "feature_bytes", 0),
             aligns=self._aligner is not None,
             prompt_embeds_size=0 if max_encoder_len else self._model.prompt_embeds_size,
+            images=None if self.target.images is None else self.target.images.layouts,
+            encoder_cache_size=0 if self.target.images is None else settings.encoder_cache_size,
+            encoder_budget=settings.encoder_budget,
         )
 
     def explain(self, error: Exception) -> StartError | None:

@@ -112,8 +112,9 @@ def _read(sequence: SequenceState) -> "array[int]":
     token_ids = sequence.token_ids
     if sequence.items:
         token_ids = token_ids[:]
-        for _, start, stop, _ in sequence.items:
-            token_ids[start:stop] = array(TOKENS, [_NONE]) * (stop - start)
+        for item in sequence.items:
+            if item.image is None:
+                token_ids[item.start : item.stop] = array(TOKENS, [_NONE]) * (item.stop - item.start)
     return token_ids
 
 

@@ -11,8 +11,7 @@ from typing import Any
 import structlog
 import torch
 
-from kernels.attention.narrow_cache import SCALE_BYTES, is_narrow
-from kernels.backends import EAGER, backend_name, ops_for
+from kernels.backends import ops_for
 from kernels.float8 import FLOAT8, FLOAT8_CAPABILITY
 from kernels.linear.quantization import W8A8_GROUP, WEIGHT_GROUP
 from pagewire_common.start_error import StartError
@@ -20,6 +19,8 @@ from worker_service.errors import is_out_of_memory
 from worker_service.execution.adapters.adapters import AdapterRoom, Adapters
 from worker_service.execution.cache.cache_engine import CacheShape
 from worker_service.execution.startup.capacity import give_freed_memory_back
+from worker_service.execution.startup.image_network import ImageNetwork
+from worker_service.execution.startup.unsupported import check_cache, check_invariance
 from worker_service.loading.checkpoint import Checkpoint
 from worker_service.loading.dummy_weights import DummyWeights
 from worker_service.loading.gguf.blocks import GgufBlocks
@@ -29,6 +30,7 @@ from worker_service.loading.quantized.stacked_experts import MxFloat4Experts
 from worker_service.loading.sentence_files import SentenceSettings
 from worker_service.loading.tokenizer_files import check_tokenizer, find_tokenizer_files
 from worker_service.models.causal_model import Fill, Loadable
+from worker_service.models.config.text_part import TENSORS_OF_IMAGES
 from worker_service.models.decoders.decoder_config import DecoderConfig
 from worker_service.models.decoders.shard import part_of
 from worker_service.models.layers.latent_up import WithoutLatentUp
@@ -68,6 +70,8 @@ class Network:
     sentences: SentenceSettings
     batch_invariant: bool = False
     """Whether the bits of a row's result do not depend on the other rows of the batch."""
+    images: ImageNetwork | None = None
+    """None if prompts cannot contain images."""
 
     @classmethod
     def open(cls, name: str, settings: WorkerSettings, device: torch.device, ranks: Ranks) -> "Network":
@@ -103,6 +107,7 @@ class Network:
             settings.quantization,
             SentenceSettings.read(source.path, otherwise, checkpoint.config, getattr(config, "num_labels", 0)),
             settings.batch_invariant,
+            ImageNetwork.open(checkpoint, tokenizer_files, dtype, device) if settings.encoder_cache_size else None,
         )
 
     @property
@@ -130,14 +135,27 @@ class Network:
         """Check the weights without allocating memory. Returns the maximum bytes of each weight, and of the slots for
         adapters. Raises StartError if the weights cannot be loaded."""
         model = self._build(torch.device("meta"))
-        blueprint = model.checkpoint_tensors()
-        self.checkpoint.check(blueprint, self.cuts)
-        self.checkpoint.check_none_left({*blueprint, *self.config.tied}, self.config.ignored_tensors)
+        blueprint, images, ignored = (
+            model.checkpoint_tensors(),
+            dict[str, torch.Tensor](),
+            {*self.config.ignored_tensors},
+        )
+        if self.images is not None:
+            images = self.images.build(torch.device("meta")).checkpoint_tensors()
+            ignored -= {*TENSORS_OF_IMAGES}
+        self.checkpoint.check(blueprint | images, self.cuts)
+        self.checkpoint.check_none_left({*blueprint, *images, *self.config.tied}, ignored)
         if self.batch_invariant:
-            self._check_invariance()
+            check_invariance(
+                self.model_id, self.config, self.ranks, self.device, is_narrow_anywhere=self._is_narrow_anywhere
+            )
         self._check_quantization()
-        self._check_cache()
-        return [*self._sizes(blueprint), Adapters(model, room).num_bytes]
+        check_cache(self.model_id, self.shape, self.device, has_float8=self._has_float8)
+        return [
+            *self._sizes(blueprint),
+            *(tensor.nbytes for tensor in images.values()),
+            Adapters(model, room).num_bytes,
+        ]
 
     def _sizes(self, blueprint: Mapping[str, torch.Tensor]) -> list[int]:
         """Maximum bytes of each packed tensor and, if tensors are quantised while loading, of one layer before
@@ -261,41 +279,14 @@ class Network:
         return self.checkpoint.packed is not None and "fp8" in self.checkpoint.packed.schemes
 
     @property
+    def _is_narrow_anywhere(self) -> bool:
+        """Whether weights or cache have another type than `dtype`."""
+        return self.quantization != "none" or self._is_stored_in_fp8 or self.shape.dtype is not self.dtype
+
+    @property
     def _has_float8(self) -> bool:
         """Whether the device can store fp8 numbers and multiply them."""
         return self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= FLOAT8_CAPABILITY
-
-    def _check_invariance(self) -> None:
-        if not isinstance(self.config, DecoderConfig):
-            raise StartError(f"--batch-invariant is for the families that run natively, not for {self.model_id}")
-        if self.ranks.size > 2:
-            raise StartError(
-                f"--tensor-parallel-size is {self.ranks.size}; with --batch-invariant it is at most 2, because a "
-                "library chooses the order in which more processes' sums are added up"
-            )
-        if backend_name(self.device) == EAGER:
-            raise StartError("--batch-invariant needs compiled kernels, and eager torch computes here")
-        is_narrow_anywhere = self.quantization != "none" or self._is_stored_in_fp8 or self.shape.dtype is not self.dtype
-        if self.device.type != "cpu" and is_narrow_anywhere:
-            raise StartError("--batch-invariant is for weights and caches of --dtype, where a GPU computes")
-
-    def _check_cache(self) -> None:
-        if self.shape.kv_parts == 1 and self.device.type != "cpu":
-            raise StartError(f"{self.model_id} has latent attention, which runs on CPUs only: set --device cpu")
-        if self.shape.kv_parts == 1 and is_narrow(self.shape.dtype):
-            raise StartError(
-                f"--kv-cache-dtype: {self.model_id} has latent attention; in 8 bits its latents would share a scale "
-                "with the rotated elements, which may be much larger"
-            )
-        if self.shape.dtype is FLOAT8 and not self._has_float8:
-            raise StartError(
-                "--kv-cache-dtype fp8 is for GPUs of compute capability 8.9 or later; int8 is for all devices"
-            )
-        if self.device.type != "cpu" and is_narrow(self.shape.dtype) and self.shape.head_dim % SCALE_BYTES:
-            raise StartError(
-                f"--kv-cache-dtype: {self.model_id} has heads of {self.shape.head_dim} numbers, which must be a "
-                f"multiple of {SCALE_BYTES} on a GPU"
-            )
 
     def _check_quantization(self) -> None:
         """Raise StartError if the requested quantisation is not supported. Small weights are packed as a trial."""

@@ -1,50 +1,63 @@
-"""The rows of a step whose embeddings requests have given in place of token ids."""
+"""The rows of a step whose embeddings are given in place of token ids: by requests, or as images."""
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from operator import attrgetter
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kernels.inputs import upload
+from worker_service.execution.images.image_encoder import ImageEncoder
 from worker_service.models.causal_model import GivenEmbeddings
+from worker_service.session.items import Embeddings
 from worker_service.session.sequence_state import ScheduledChunk
-from worker_service.session.step import Embeddings
 
-_STOP = attrgetter("stop")
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def has_given(chunks: Sequence[ScheduledChunk]) -> bool:
-    return any(True for chunk in chunks if chunk.sequence.items for _ in _parts(chunk))
+    return any(True for chunk in chunks if chunk.sequence.items for _ in chunk.parts_of_items())
 
 
 def given_embeddings(
-    chunks: Sequence[ScheduledChunk], query_start: Sequence[int], device: torch.device
+    chunks: Sequence[ScheduledChunk],
+    query_start: Sequence[int],
+    device: torch.device,
+    hidden_size: int,
+    images: ImageEncoder | None,
 ) -> GivenEmbeddings | None:
-    """query_start: the first row of each chunk. Returns None if all rows have token ids."""
+    """query_start: the first row of each chunk. images: required if a chunk has images. Returns None if all rows have
+    token ids."""
     rows: list[int] = []
     parts: list[Tensor] = []
+    deep_rows: list[int] = []
+    deep_parts: list[Sequence[Tensor]] = []
     for chunk, first_row in zip(chunks, query_start, strict=False):
-        for embeddings, item_start, start, stop in _parts(chunk):
-            rows += range(first_row + start - chunk.start, first_row + stop - chunk.start)
-            parts.append(_read(embeddings, start - item_start, stop - item_start))
+        for item, start, stop in chunk.parts_of_items() if chunk.sequence.items else ():
+            behind = first_row - chunk.start
+            if item.image is None:
+                assert item.embeddings is not None
+                rows += range(start + behind, stop + behind)
+                parts.append(_read(item.embeddings, start - item.start, stop - item.start))
+                continue
+            assert images is not None
+            places, found = images.within(chunk.sequence, item, start, stop)
+            replaced: list[int] = (places + behind).tolist()
+            rows += replaced
+            if found is None:
+                # Whatever reads these rows fails, also later from the prefix cache.
+                parts.append(torch.full((len(replaced), hidden_size), torch.nan))
+                continue
+            parts.append(found.embeddings.float())
+            if found.deep:
+                deep_rows += replaced
+                deep_parts.append(found.deep)
     if not rows:
         return None
-    return GivenEmbeddings(upload(rows, torch.int64, device), torch.cat(parts).to(device))
-
-
-def _parts(chunk: ScheduledChunk) -> Iterator[tuple[Embeddings, int, int, int]]:
-    """The embeddings of a chunk: each item's embeddings and first token, and the chunk's tokens [start, stop) in it."""
-    items = chunk.sequence.items
-    for place in range(bisect_right(items, chunk.start, key=_STOP), len(items)):
-        item = items[place]
-        if item.start >= chunk.stop:
-            break
-        start, stop = max(chunk.start, item.start), min(chunk.stop, item.stop)
-        assert item.embeddings is not None
-        yield item.embeddings, item.start, start, stop
+    given = GivenEmbeddings(upload(rows, torch.int64, device), torch.cat(parts).to(device))
+    if not deep_rows:
+        return given
+    deep = [torch.cat(layer).float().to(device) for layer in zip(*deep_parts, strict=True)]
+    return given._replace(deep_rows=upload(deep_rows, torch.int64, device), deep=deep)
 
 
 def _read(embeddings: Embeddings, start: int, stop: int) -> Tensor:

@@ -13,6 +13,8 @@ from kernels.inputs import AttentionMetadata, upload
 from worker_service.errors import DeviceLostError, InvalidStepError
 from worker_service.execution.adapters.adapters import Adapters
 from worker_service.execution.cache.cache_engine import CacheEngine
+from worker_service.execution.images.axial_positions import axial_positions
+from worker_service.execution.images.image_encoder import NONE_ENCODED, ImageEncoder
 from worker_service.execution.sampling.form_masks import FormMasks
 from worker_service.execution.sampling.forms import Forms
 from worker_service.execution.sampling.logprobs import check_finite, concatenate, gather_logprobs
@@ -109,6 +111,8 @@ class Runner:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.images: ImageEncoder | None = None
+        """None if prompts cannot contain images."""
 
     @property
     def runs_ahead(self) -> bool:
@@ -156,7 +160,9 @@ class ModelRunner(Runner):
         decode_graphs: DecodeGraphs | None = None,
         forms: Forms | None = None,
         adapters: Adapters | None = None,
+        images: ImageEncoder | None = None,
     ) -> None:
+        """images: required if prompts contain images."""
         self.model = model
         self.adapters = adapters
         self._forms = forms
@@ -165,6 +171,7 @@ class ModelRunner(Runner):
         cache = cache_engine.cache
         self._keeps_states = isinstance(cache, GroupedCache) and 0 in cache.block_sizes
         super().__init__(cache_engine.device_blocks.device)
+        self.images = images
 
     @property
     def runs_ahead(self) -> bool:
@@ -177,6 +184,7 @@ class ModelRunner(Runner):
     def launch(
         self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk], before: RunningStep | None = None
     ) -> RunningStep:
+        encoded = NONE_ENCODED if self.images is None else self.images.encode(output)
         clock = StepClock(self.device)
         if output.moves_blocks:
             self.cache_engine.move(output)
@@ -189,7 +197,7 @@ class ModelRunner(Runner):
         if not chunks:
             clock.mark()
             no_tokens = torch.empty(0, dtype=torch.int64)
-            return RunningStep(scheduled, clock, torch.empty(0), no_tokens, [], set(), late=late)
+            return RunningStep(scheduled, clock, torch.empty(0), no_tokens, [], set(), late=late, encoded=encoded)
         hidden, query_start = self._forward(chunks, before)
         rows = [
             row
@@ -214,7 +222,7 @@ class ModelRunner(Runner):
             token_ids = sample(logits, choosers, masks, may_edit=not reports)
         pools = any(chunk.sequence.sampling.pooling for chunk in chunks)
         vectors = self._pool(chunks, query_start, hidden) if pools else []
-        return RunningStep(scheduled, clock, logits, token_ids, prompt_logprobs, failed, vectors, masks, late)
+        return RunningStep(scheduled, clock, logits, token_ids, prompt_logprobs, failed, vectors, masks, late, encoded)
 
     def _encode(self, chunks: Sequence[ScheduledChunk]) -> Sequence[ScheduledChunk]:
         """Compute the step's encoder inputs. Returns the other chunks."""
@@ -248,9 +256,16 @@ class ModelRunner(Runner):
         attention: Attention = batch.attention
         if isinstance(cache, GroupedCache):
             slots, attention = zip((slots, attention), *batch.further, strict=True)
-        given = given_embeddings(chunks, batch.query_start, self.device)
+        given = given_embeddings(chunks, batch.query_start, self.device, self.model.config.hidden_size, self.images)
+        positions = None if self.images is None else axial_positions(chunks)
         return self.model.forward(
-            batch.token_ids, batch.positions, slots, attention, cache, adapter_slots, given
+            batch.token_ids,
+            batch.positions if positions is None else upload(positions, torch.int64, self.device),
+            slots,
+            attention,
+            cache,
+            adapter_slots,
+            given,
         ), batch.query_start
 
     def _pool(

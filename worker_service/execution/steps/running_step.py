@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Sequence, Set
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
+from worker_service.execution.images.image_encoder import NONE_ENCODED, Encoded
 from worker_service.execution.sampling.form_masks import FormMasks
 from worker_service.execution.sampling.logprobs import sample_logprobs
 from worker_service.execution.sampling.pooling import encode
@@ -60,17 +62,20 @@ class RunningStep:
         vectors: Sequence[tuple[ScheduledChunk, Tensor]] = (),
         masks: FormMasks | None = None,
         late: Set[int] = frozenset(),
+        encoded: Encoded = NONE_ENCODED,
     ) -> None:
         """Start to copy the sampled tokens to the host.
 
         logits: [rows, vocabulary_size]. token_ids: [rows] int64. A chunk that `chooses` has a row for its last token
         and for each draft. failed: sequences without finite prompt log-probabilities. vectors: completed vectors with
-        their chunks. late: sequences whose last tokens are not computed; they have no rows."""
+        their chunks. late: sequences whose last tokens are not computed; they have no rows.
+        encoded: the images that the step encoded."""
         self.chunks = chunks
         self._sampling = [chunk for chunk in chunks if chunk.samples]
         self._vectors = vectors
         self._masks = masks
         self._late = late
+        self._encoded = encoded
         self._num_rows = [self._num_choices(chunk) for chunk in self._sampling]
         self._sequences = [
             chunk.sequence for chunk, count in zip(self._sampling, self._num_rows, strict=True) for _ in range(count)
@@ -136,7 +141,7 @@ class RunningStep:
             token_ids=[token_id for share in shares for token_id in share],
             num_tokens=[len(share) for share in shares] if has_drafts or late else [],
             num_draft_tokens=[len(chunk.drafts) for chunk in self._sampling] if has_drafts else [],
-            timing=StepTiming(*durations),
+            timing=replace(StepTiming(*durations), encode_us=self._encoded.encode_us),
             logprobs=[] if logits is None else sample_logprobs(logits, found, reporting),
             prompt_logprobs=self._prompt_logprobs,
             failed_sequence_ids=[
@@ -144,6 +149,7 @@ class RunningStep:
             ],
             barred_sequence_ids=barred,
             vectors=vectors,
+            failed_items=[*self._encoded.failed],
         )
 
     def _num_choices(self, chunk: ScheduledChunk) -> int:

@@ -27,7 +27,6 @@ _HARMLESS = (
     _Harmless(r"(embeddings|position_embedding|embed_positions)\.position_ids", (1, 2), "0, 1, 2, and so on"),
     _Harmless(r"(attn|attention)\.bias", (4,), "a causal mask"),
     _Harmless(r"(attn|attention)\.masked_bias", (0, 1), "the number that masks, minus infinity"),
-    _Harmless(r"model\.visual\..+", range(8), "an encoder of pictures, of which a text network reads nothing"),
     _Harmless(r"mtp(_layers)?\..+", range(8), "drafting layers, which --speculative-config may read"),
     _Harmless(
         r"(\w*attn|\w*attention|[kqv]_proj)\.([kqv]|kv|prob|output)_(scale|zero_point)", (0, 1),

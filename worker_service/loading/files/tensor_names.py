@@ -10,9 +10,12 @@ _OLD = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta
 
 def spellings(name: str) -> Iterator[str]:
     """Yield the given name first. Names lack their first part ("bert.") if a network was saved without its head. Text
-    networks that were saved with an encoder of pictures are a part of `model`."""
+    networks that were saved with a network for images are a part of a whole."""
     first, _, rest = name.partition(".")
-    for one in (name, rest, f"model.language_model.{rest}" if first == "model" else ""):
+    in_whole = [f"language_model.{name}"]
+    if first == "model":
+        in_whole += [f"model.language_model.{rest}", f"model.text_model.{rest}"]
+    for one in (name, rest, *in_whole):
         if one:
             yield one
             for new, old in _OLD.items():

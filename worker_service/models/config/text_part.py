@@ -1,34 +1,106 @@
-"""Families whose config.json describes a network for pictures and texts, and whose text network is a family of its own:
+"""Families whose config.json describes a network for images and texts, and whose text network is a family of its own:
 the text's part stands for the whole."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from worker_service.models.config.config_keys import HARMLESS, architectures, refuse
 
+
+class _Whole(NamedTuple):
+    """A family of networks for images and texts."""
+
+    network: str
+    """The network's class, without "ForConditionalGeneration"."""
+    text: str
+    """The text network's family, by default or always."""
+    keys: frozenset[str]
+    """Keys of the part for images."""
+    takes_others: bool = False
+    """Whether the text network may be of another family."""
+    ties: bool = False
+    """Whether embeddings and output head are tied if config.json does not say it."""
+
+
+_OF_QWEN = frozenset({"image_token_id", "video_token_id", "vision_config", "vision_end_token_id",
+                      "vision_start_token_id", "vision_token_id"})  # fmt: skip
+_OF_LLAVA = frozenset({"image_seq_length", "image_token_id", "image_token_index", "multimodal_projector_bias",
+                       "projector_hidden_act", "vision_config", "vision_feature_layer",
+                       "vision_feature_select_strategy"})  # fmt: skip
+_OF_IDEFICS = frozenset({"_pad_token_id", "image_token_id", "scale_factor", "vision_config"})
 _FAMILIES = {
-    "qwen3_5": ("qwen3_5_text", "Qwen3_5ForConditionalGeneration"),
-    "qwen3_5_moe": ("qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration"),
+    "idefics3": _Whole("Idefics3", "llama", _OF_IDEFICS, takes_others=True),
+    "internvl": _Whole("InternVL", "qwen2", _OF_LLAVA | {"downsample_ratio"}, takes_others=True, ties=True),
+    "llava": _Whole("Llava", "llama", _OF_LLAVA, takes_others=True),
+    "mistral3": _Whole("Mistral3", "mistral", _OF_LLAVA | {"spatial_merge_size"}, takes_others=True, ties=True),
+    "qwen2_5_vl": _Whole("Qwen2_5_VL", "qwen2_5_vl_text", _OF_QWEN),
+    "qwen2_vl": _Whole("Qwen2VL", "qwen2_vl_text", _OF_QWEN),
+    "qwen3_5": _Whole("Qwen3_5", "qwen3_5_text", _OF_QWEN),
+    "qwen3_5_moe": _Whole("Qwen3_5Moe", "qwen3_5_moe_text", _OF_QWEN),
+    "qwen3_vl": _Whole("Qwen3VL", "qwen3_vl_text", _OF_QWEN),
+    "smolvlm": _Whole("SmolVLM", "llama", _OF_IDEFICS, takes_others=True),
 }
-"""The text network's family, and the class of the whole network, by family."""
-_OF_PICTURES = {"image_token_id", "video_token_id", "vision_config", "vision_end_token_id", "vision_start_token_id"}
+_REPEATED_BY_IDEFICS: Mapping[str, object] = {"qk_layer_norms": False, "use_resampler": False}
+"""Keys of text_config that are not the text network's, with the only value allowed."""
+_FLAT = ("qwen2_5_vl", "qwen2_vl")
+"""Families whose older files have the text network's keys beside those of the images."""
+_DEFAULTS: Mapping[str, Mapping[str, object]] = {
+    "llama": {
+        "hidden_size": 4096, "intermediate_size": 11_008, "max_position_embeddings": 2048, "num_attention_heads": 32,
+        "num_hidden_layers": 32, "vocab_size": 32_000,
+    },
+}  # fmt: skip
+"""Sizes that LLaVA's published files leave out, because they are transformers' defaults."""
+TENSORS_OF_IMAGES = (
+    r"^(model\.)?(connector|image_newline|multi_modal_projector|vision_model|vision_tower|visual)(\.|$)",
+)
+"""Patterns for names of tensors of the part for images."""
+
+
+def has_images(json: Mapping[str, Any]) -> bool:
+    """Whether a config.json describes a network for images and texts whose text network is native."""
+    return text_part(json) is not json
 
 
 def text_part(json: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a config.json that describes the text network; any other config.json itself. Raises ValueError."""
-    family = json.get("model_type")
-    text = json.get("text_config")
-    if family not in _FAMILIES or not isinstance(text, Mapping):
+    family, text = json.get("model_type"), json.get("text_config")
+    if family not in _FAMILIES:
         return json
-    text_family, whole = _FAMILIES[family]
-    if set(architectures(json)) - {whole}:
+    whole = _FAMILIES[family]
+    if set(architectures(json)) - {f"{whole.network}ForConditionalGeneration"}:
+        return json
+    if text is None and family in _FLAT:
+        text = {name: value for name, value in json.items() if name not in {"architectures", "model_type", *whole.keys}}
+        json = {name: value for name, value in json.items() if name not in text}
+    if not isinstance(text, Mapping):
         return json
     shared = {name: json[name] for name in ("tie_word_embeddings",) if name in json}
-    known = {"architectures", "model_type", "text_config", *_OF_PICTURES, *shared, *HARMLESS}
+    known = {"architectures", "model_type", "text_config", *whole.keys, *shared, *HARMLESS}
     refuse({name: value for name, value in json.items() if name not in known}, family)
-    if text.get("model_type", text_family) != text_family:
-        raise ValueError(f"text_config describes a model {text['model_type']}, not {text_family}")
-    for name, value in shared.items():
+    text_family = text.get("model_type", whole.text)
+    if text_family != whole.text and not whole.takes_others:
+        if family not in _FLAT or text_family != family:
+            raise ValueError(f"text_config describes a model {text_family}, not {whole.text}")
+        text_family = whole.text
+    for name, value in shared.items() if not whole.takes_others else ():  # otherwise, the whole counts
         if text.get(name, value) != value:
             raise ValueError(f"{name} is {value} for the network, and {text[name]} in text_config")
-    return {**text, **shared, "model_type": text_family}
+    if whole.ties and not shared:
+        shared = {"tie_word_embeddings": True}
+    if whole.keys is _OF_IDEFICS:
+        neutral = {**_REPEATED_BY_IDEFICS, "pixel_shuffle_factor": json.get("scale_factor", 2)}
+        text = {name: value for name, value in text.items() if name not in neutral or value != neutral[name]}
+    text = {**_DEFAULTS.get(text_family, {}), **text, **shared, "model_type": text_family}
+    return {name: _without_mrope(value) if name in _ROPES else value for name, value in text.items()}
+
+
+_ROPES = ("rope_parameters", "rope_scaling")
+
+
+def _without_mrope(parameters: object) -> object:
+    """Qwen2-VL's first files name the type of rotary embeddings "mrope", which is the default type with sections."""
+    if not isinstance(parameters, Mapping):
+        return parameters
+    is_kind = {"rope_type", "type"}.__contains__
+    return {name: "default" if is_kind(name) and value == "mrope" else value for name, value in parameters.items()}

@@ -25,9 +25,11 @@ def encode_model_output(epoch: int, step_id: int, output: ModelOutput) -> pb.Mod
             forward_us=output.timing.forward_us,
             sample_us=output.timing.sample_us,
             guess_us=output.timing.guess_us,
+            encode_us=output.timing.encode_us,
         ),
         failed_sequence_ids=output.failed_sequence_ids,
         barred_sequence_ids=output.barred_sequence_ids,
+        failed_items=[pb.EncoderItem(**item._asdict()) for item in output.failed_items],
         vectors=[pb.SequenceVectors(sequence_id=one.sequence_id, data=one.data) for one in output.vectors],
     )
 
@@ -77,6 +79,8 @@ def encode_worker_info(
         feature_bytes=limits.feature_bytes,
         layer_groups=[pb.LayerGroup(**group._asdict()) for group in limits.layer_groups],
         prompt_embeds_size=limits.prompt_embeds_size,
+        encoder_cache_size=limits.encoder_cache_size,
+        encoder_budget=limits.encoder_budget,
     )
 
 

@@ -1,9 +1,12 @@
 """Decodes the items of a new sequence's prompt, and checks them against the worker's limits."""
 
+from collections.abc import Iterable
+
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire_common.prompt_embeds import read_embeddings_header
 from worker_service.errors import InvalidStepError
-from worker_service.session.step import Embeddings, Limits, PromptItem
+from worker_service.session.items import Embeddings, EncoderItem, ImagePart, PromptItem
+from worker_service.session.step import Limits
 
 
 def decode_items(where: str, message: pb.NewSequence, limits: Limits) -> tuple[PromptItem, ...]:
@@ -11,14 +14,22 @@ def decode_items(where: str, message: pb.NewSequence, limits: Limits) -> tuple[P
     items, end = [], 0
     for item in message.items:
         place, stop = f"{where}: item at token {item.start}", item.start + item.num_embeddings
-        if not limits.prompt_embeds_size:
+        is_image = item.HasField("image")
+        if not is_image and not limits.prompt_embeds_size:
             raise InvalidStepError(f"{place}: this worker's model reads no embeddings")
         if not end <= item.start < stop <= message.num_prompt_tokens:
             most = message.num_prompt_tokens
             raise InvalidStepError(f"{place}: it ends at token {stop}, between token {end} and the prompt's {most}")
         end = stop
-        items.append(PromptItem(item.digest, item.start, stop, _embeddings(place, item, limits)))
+        if is_image:
+            items.append(PromptItem(item.digest, item.start, stop, image=_image(place, item, message, limits)))
+        else:
+            items.append(PromptItem(item.digest, item.start, stop, _embeddings(place, item, limits)))
     return tuple(items)
+
+
+def decode_encoder_items(items: Iterable[pb.EncoderItem]) -> tuple[EncoderItem, ...]:
+    return tuple(EncoderItem(item.digest, item.part) for item in items)
 
 
 def _embeddings(place: str, item: pb.PromptItem, limits: Limits) -> Embeddings | None:
@@ -32,3 +43,22 @@ def _embeddings(place: str, item: pb.PromptItem, limits: Limits) -> Embeddings |
     if (found := (header.num_embeddings, header.size)) != (wanted := (item.num_embeddings, limits.prompt_embeds_size)):
         raise InvalidStepError(f"{place}: its tensor has the shape {found} instead of {wanted}")
     return Embeddings(header.dtype, header.num_embeddings, memoryview(data)[header.begin :])
+
+
+def _image(place: str, item: pb.PromptItem, message: pb.NewSequence, limits: Limits) -> ImagePart:
+    """The image's tokens must be those that the model's processor writes."""
+    if limits.images is None:
+        raise InvalidStepError(f"{place}: this worker reads no images")
+    image, stop = item.image, item.start + item.num_embeddings
+    if not (image.width and image.height):
+        raise InvalidStepError(f"{place}: an image of {image.width} x {image.height} pixels")
+    try:
+        layout = limits.images.of(image.width, image.height)
+    except ValueError as error:
+        raise InvalidStepError(f"{place}: an image of {image.width} x {image.height} pixels: {error}") from None
+    if image.part >= len(layout.parts):
+        raise InvalidStepError(f"{place}: part {image.part} of an image with {len(layout.parts)} parts")
+    part = layout.parts[image.part]
+    if tuple(message.token_ids[item.start : stop]) != layout.token_ids[part.start : part.stop]:
+        raise InvalidStepError(f"{place}: its tokens are not those of part {image.part} of the image")
+    return ImagePart(image.part, image.width, image.height, layout.grid, item.data)

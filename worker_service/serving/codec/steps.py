@@ -11,7 +11,7 @@ from pagewire.v1 import sequence_group_pb2 as group_pb
 from pagewire_common.sampling import MAX_BIAS, NUMBERS
 from worker_service.errors import InvalidStepError
 from worker_service.serving.codec.blocks import decode_block_ids, decode_mapping, decode_table_update, decode_tables
-from worker_service.serving.codec.items import decode_items
+from worker_service.serving.codec.items import decode_encoder_items, decode_items
 from worker_service.session.step import (
     TOKENS,
     Fork,
@@ -100,6 +100,8 @@ def decode_scheduler_output(message: pb.SchedulerOutput, limits: Limits) -> Sche
         preempted=tuple(message.preempted),
         dropped_items=tuple(message.dropped_items),
         num_draft_tokens=num_draft_tokens,
+        items_to_encode=decode_encoder_items(message.items_to_encode),
+        dropped_embeddings=decode_encoder_items(message.dropped_embeddings),
     )
 
 

@@ -1,0 +1,147 @@
+"""Images in a worker's steps: chunks, batches, preemption, the prefix cache, failures."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from image_worker import BLOCK, BLOCKS, Asked, ImageWorker
+from tiny_image_models import ImageOracle, Picture, Prompt, expand, make_model, picture
+
+from pagewire.v1 import scheduler_output_pb2 as pb
+from pagewire_common.calls.errors import RequestError
+
+SMALL, WIDE = picture(40, 60), picture(90, 33)
+ONE: Prompt = [5, 9, SMALL, 14, 4, 77]
+TWO: Prompt = [5, 9, WIDE, 6, SMALL, 7, 11]
+COUNT = 4
+
+
+class Case:
+    """A worker, and the oracle's tokens."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.oracle, self.worker = ImageOracle(path), ImageWorker(path)
+        self.one, self.two = (self.oracle.greedy(prompt, COUNT)[0] for prompt in (ONE, TWO))
+
+
+@pytest.fixture(scope="module", params=["smolvlm", "qwen3_vl"])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """Tiles, and positions in three axes with hidden states that are added later."""
+    return Case(make_model(tmp_path_factory.mktemp("images"), request.param))
+
+
+@pytest.fixture
+def worker(case: Case) -> ImageWorker:
+    case.worker.begin()
+    return case.worker
+
+
+def decode(worker: ImageWorker, asked: Asked, first: int) -> list[int]:
+    """Tokens of one sequence, whose first token was sampled."""
+    found, known = [first], len(asked.message.token_ids)
+    while len(found) < COUNT:
+        stop = known + len(found)
+        found += worker.step((), [(asked, stop - 1, stop, True)]).token_ids
+    return found
+
+
+def test_log_probabilities_are_those_of_transformers(case: Case, worker: ImageWorker) -> None:
+    size = worker.worker.limits.vocabulary_size
+    asked = worker.ask(0, TWO, prompt_logprobs=size)
+    token_ids, pictures = expand(TWO, worker.layouts)
+    expected = case.oracle.logprobs(token_ids, [one for _, one in pictures])
+    rows: list[list[float]] = []
+    for start in range(0, len(token_ids), 9):
+        answer = worker.step([asked] if not start else [], [(asked, start, min(start + 9, len(token_ids)), False)])
+        for report in answer.prompt_logprobs:
+            for begin in range(0, len(report.token_ids), report.width):
+                entries = slice(begin + 1, begin + 1 + size)
+                by_id = sorted(zip(report.token_ids[entries], report.logprobs[entries], strict=True))
+                rows.append([logprob for _, logprob in by_id])
+    assert len(rows) == len(token_ids) - 1
+    assert (torch.tensor(rows) - expected[:-1]).abs().max() < 1e-4
+
+
+def test_tokens_before_a_chunk_are_not_encoded_again(case: Case, worker: ImageWorker) -> None:
+    """A later prompt finds the first blocks in the cache: the first image is behind them, the second is not."""
+    first = worker.ask(0, TWO)
+    assert worker.generate([first], COUNT)[0] == case.two
+    behind = next(item.start for item in first.message.items if item.digest != first.message.items[0].digest)
+    computed = behind // BLOCK * BLOCK
+    later = worker.ask(1, TWO, num_computed=computed, first_block=0)
+    worker.encoded.clear()
+    dropped = [pb.EncoderItem(digest=item.digest, part=item.image.part) for item in first.message.items]
+    length = len(later.message.token_ids)
+    answer = worker.step([later], [(later, computed, length, True)], dropped_embeddings=dropped, finished=[0])
+    assert {digest for digest, _ in worker.encoded} <= {item.digest for item in first.message.items}
+    assert decode(worker, later, answer.token_ids[0]) == case.two
+
+
+def test_a_preempted_sequence_is_recomputed_with_images_that_are_held_or_encoded_again(
+    case: Case, worker: ImageWorker
+) -> None:
+    asked = worker.ask(0, TWO)
+    length = len(asked.message.token_ids)
+    worker.step([asked], [(asked, 0, length - 3, False)])
+    half = len(asked.message.items) // 2
+    again = worker.ask(0, TWO, first_block=2 * BLOCKS)
+    dropped = list(asked.message.items)[:half]
+    for item in dropped:
+        worker.encoded.discard((item.digest, item.image.part))
+    names = [pb.EncoderItem(digest=item.digest, part=item.image.part) for item in dropped]
+    answer = worker.step([again], [(again, 0, length, True)], preempted=[0], dropped_embeddings=names)
+    assert decode(worker, again, answer.token_ids[0]) == case.two
+
+
+def test_an_image_that_cannot_be_read_fails_and_others_live_on(case: Case, worker: ImageWorker) -> None:
+    broken = worker.ask(0, [5, SMALL._replace(data=SMALL.data[:-40]), 6, 7])
+    good = worker.ask(1, ONE)
+    lengths = [len(one.message.token_ids) for one in (broken, good)]
+    answer = worker.step([broken, good], [(broken, 0, lengths[0], True), (good, 0, lengths[1], True)])
+    failed = {(item.digest, item.part) for item in answer.failed_items}
+    assert failed == {(item.digest, item.image.part) for item in broken.message.items}
+    assert answer.failed_sequence_ids == [0]
+    assert answer.timing.encode_us > 0
+    assert decode(worker, good, answer.token_ids[1]) == case.one
+
+
+def test_a_file_of_another_size_than_its_tokens_fails(worker: ImageWorker) -> None:
+    wrong = worker.ask(0, [5, Picture(SMALL.data, WIDE.width, WIDE.height), 6])
+    length = len(wrong.message.token_ids)
+    answer = worker.step([wrong], [(wrong, 0, length, True)])
+    assert len(answer.failed_items) == len(wrong.message.items)
+
+
+def test_an_image_is_read_and_encoded_once_for_all_sequences_that_hold_it(case: Case, worker: ImageWorker) -> None:
+    tower = worker.worker.runner.images._tower  # type: ignore[union-attr]
+    encoded, encode = [], tower.encode
+    tower.encode = lambda pixels: encoded.append(pixels) or encode(pixels)  # type: ignore[func-returns-value, method-assign]
+    try:
+        asked = [worker.ask(number, ONE) for number in range(3)]
+        assert worker.generate(asked, COUNT, 11) == dict.fromkeys(range(3), case.one)
+    finally:
+        tower.encode = encode  # type: ignore[method-assign]
+    assert len(encoded) == len(asked[0].message.items)
+
+
+def test_a_step_that_reads_an_image_without_encoding_it_ends_the_session(worker: ImageWorker) -> None:
+    asked = worker.ask(0, ONE)
+    with pytest.raises(RequestError, match="whose image is not encoded"):
+        worker.step([asked], [(asked, 0, len(asked.message.token_ids), True)], items_to_encode=[])
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_drafts_leave_the_tokens_as_they_are(case: Case, method: str) -> None:
+    speculation = {"method": method} | ({"model": str(case.path)} if method == "draft_model" else {})
+    worker = ImageWorker(case.path, speculative_config=json.dumps(speculation))
+    asked, room = worker.ask(0, TWO), 3
+    known, found = len(asked.message.token_ids), list[int]()
+    start, stop, drafts = 0, known, [0]
+    while len(found) < COUNT:
+        answer = worker.step([] if found else [asked], [(asked, start, stop, True)], num_draft_tokens=drafts)
+        found += answer.token_ids
+        start = known + len(found) - 1
+        stop, drafts = start + 1 + room, [room]
+    assert found[:COUNT] == case.two

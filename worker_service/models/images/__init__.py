@@ -1,0 +1,1 @@
+"""Networks that read images beside a native decoder."""

@@ -1,0 +1,63 @@
+"""Reads the part of a config.json that describes how a network encodes images, which runs in transformers' code."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoModel
+
+from worker_service.models.config.text_part import text_part
+from worker_service.models.config.transformers_json import parse
+from worker_service.models.config.transformers_keys import check_known
+from worker_service.read_keys import ReadKeys
+
+TILED = {"idefics3": 1, "internvl": 0, "smolvlm": 1}
+"""Families that encode each tile of an image on its own, with the dimension of tiles in the network's inputs."""
+_FROM_SAVED_CLIP = {"projection_dim", "vocab_size"}
+"""Keys of LLaVA's vision_config without effect on it: of the outputs and of the texts of CLIP."""
+
+
+@dataclass(frozen=True)
+class ImageConfig:
+    network: Any
+    """transformers' configuration object, with a text network without layers."""
+    network_class: Any
+    num_deep: int
+    """Layers of the decoder after which image embeddings are added to hidden states."""
+    own_tensors: frozenset[str] = frozenset()
+
+    @classmethod
+    def from_json(cls, json: Mapping[str, Any]) -> "ImageConfig":
+        """json: a config.json with images, see `has_images`. Raises ValueError if the network is not supported."""
+        text = text_part(json)
+        # Older files have the text network's keys beside the others.
+        whole = {name: value for name, value in json.items() if "text_config" in json or name not in text}
+        network = parse({**whole, "model_type": json["model_type"], "text_config": {**text}})
+        network_class = AutoModel._model_mapping[type(network)]
+        vision = network.vision_config
+        keys = ReadKeys(json.get("vision_config") or {})
+        if vision.model_type == "clip_vision_model":
+            keys.without_effect(*_FROM_SAVED_CLIP)
+        keys.neutral(
+            in_chans=getattr(vision, "in_channels", None), spatial_patch_size=getattr(vision, "patch_size", None),
+            tie_word_embeddings=False, use_base_siglip=False,
+        )  # fmt: skip
+        if network.model_type in TILED:  # the image processor's
+            keys.without_effect("max_image_size", "size")
+        check_known(keys.unread(), vision, AutoModel._model_mapping.get(type(vision), network_class))
+        num_deep, num_layers = (
+            len(getattr(vision, "deepstack_visual_indexes", ())),
+            network.text_config.num_hidden_layers,
+        )
+        if num_deep > num_layers:
+            raise ValueError(f"deepstack_visual_indexes has {num_deep} layers, and the decoder {num_layers}")
+        return cls(_without_text(network), network_class, num_deep)
+
+
+def _without_text(network: Any) -> Any:
+    """A copy with a small text network, of which nothing is used."""
+    network = copy.deepcopy(network)
+    text = network.text_config
+    text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
+    return network
