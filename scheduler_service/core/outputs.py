@@ -72,11 +72,11 @@ class SchedulerOutput:
     preempted: list[int] = field(default_factory=list)
     dropped_items: list[bytes] = field(default_factory=list)
     """Digests of items that the worker drops before it takes new sequences."""
-    items_to_encode: list[EncoderItem] = field(default_factory=list)
+    items_to_encode: SequenceOf[EncoderItem] = ()
     """Images that the worker encodes, in this order, before it computes the chunks."""
     num_encoded_tokens: int = 0
     """Tokens of these images."""
-    dropped_embeddings: list[EncoderItem] = field(default_factory=list)
+    dropped_embeddings: SequenceOf[EncoderItem] = ()
     """Encoded images that the worker drops before it encodes others."""
     ignored: list[SequenceGroup] = field(default_factory=list)
     placements: list[Placement] = field(default_factory=list)

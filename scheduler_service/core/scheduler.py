@@ -94,7 +94,8 @@ class Scheduler:
         if not self.has_work:
             return self._writer.write_nothing()
         step = Step(self.config, QueueView(self.waiting, self.worker), now)
-        self.encoder_cache.settle()
+        if self.encoder_cache.users:
+            self.encoder_cache.settle()
         may_suspect = self._groups.accused or (self.waiting and self.waiting.head.is_suspect)
         suspect = self._suspects.next(step) if may_suspect else None
         if suspect is not None and self._in_flight.outputs:

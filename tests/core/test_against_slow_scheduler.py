@@ -133,8 +133,8 @@ class Both:
             "swapped out": len(output.blocks_to_swap_out),
             "swapped in": len(output.blocks_to_swap_in),
             "lacking": output.lacking_adapters,
-            "encoded": output.items_to_encode,
-            "dropped": output.dropped_embeddings,
+            "encoded": [*output.items_to_encode],
+            "dropped": [*output.dropped_embeddings],
         }
         assert decisions == step.decisions
         assert output.is_empty == step.is_empty

@@ -45,18 +45,20 @@ class EncoderCache:
         self._kept: OrderedDict[EncoderItem, int] = OrderedDict()
         self._num_kept = 0
         self._planned: dict[EncoderItem, int] = {}  # encoded by the step that is being planned
-        # Each sequence's last place of each image that it uses.
-        self._used_by: dict[Sequence, dict[EncoderItem, PromptItem]] = {}
+        # The last place of each image that a sequence uses, by sequence.
+        self.users: dict[Sequence, dict[EncoderItem, PromptItem]] = {}
         self._num_users: dict[EncoderItem, int] = {}
         self._num_used = 0
-        self._dropped: list[EncoderItem] = []
+        # Since the last step was written.
+        self.encoded: list[EncoderItem] = []
+        self.dropped: list[EncoderItem] = []
         self.counts = EncoderCounts()
 
     # ---- planning
 
     def settle(self) -> None:
         """Before a step is planned, stop using the images whose tokens are computed."""
-        for sequence, used in [*self._used_by.items()]:
+        for sequence, used in [*self.users.items()]:
             for name, item in [*used.items()]:
                 if _has_computed(sequence, item):
                     self._stop_using(sequence, name)
@@ -81,7 +83,7 @@ class EncoderCache:
         start = sequence.num_computed_tokens
         for item in items_between(sequence.group.images, start, start + num_tokens):
             name = item.encoder_item
-            if name not in self._used_by.get(sequence, ()):
+            if name not in self.users.get(sequence, ()):
                 self.counts.num_queries += 1
                 self.counts.num_hits += name in self._kept or name in self._planned
             if name not in self._kept:
@@ -91,18 +93,18 @@ class EncoderCache:
 
     def share(self, parent: Sequence, child: Sequence) -> None:
         """Let a fork use its parent's image until the fork has computed the last prompt token."""
-        for item in self._used_by.get(parent, {}).values():
+        for item in self.users.get(parent, {}).values():
             if not _has_computed(child, item):
                 self._start_using(child, item)
 
     def release(self, sequences: Iterable[Sequence]) -> None:
         """Stop using the images of sequences that left the device, or whose chunks were taken back."""
         for sequence in sequences:
-            for name in [*self._used_by.get(sequence, ())]:
+            for name in [*self.users.get(sequence, ())]:
                 self._stop_using(sequence, name)
 
     def _start_using(self, sequence: Sequence, item: PromptItem) -> None:
-        used, name = self._used_by.setdefault(sequence, {}), item.encoder_item
+        used, name = self.users.setdefault(sequence, {}), item.encoder_item
         if name not in used:
             if name not in self._num_users:
                 self._num_used += item.num_embeddings
@@ -110,10 +112,10 @@ class EncoderCache:
         used[name] = item
 
     def _stop_using(self, sequence: Sequence, name: EncoderItem) -> None:
-        used = self._used_by[sequence]
+        used = self.users[sequence]
         item = used.pop(name)
         if not used:
-            del self._used_by[sequence]
+            del self.users[sequence]
         self._num_users[name] -= 1
         if not self._num_users[name]:
             del self._num_users[name]
@@ -127,8 +129,8 @@ class EncoderCache:
 
     # ---- writing
 
-    def read(self, sequence: Sequence, num_tokens: int, output: SchedulerOutput) -> None:
-        """Write the images that a chunk is the first to need into the step."""
+    def read(self, sequence: Sequence, num_tokens: int) -> None:
+        """Note what a written chunk reads, and encode the images that it is the first to need."""
         start = sequence.num_computed_tokens
         for item in items_between(sequence.group.images, start, start + num_tokens):
             name = item.encoder_item
@@ -139,42 +141,42 @@ class EncoderCache:
             self._num_kept += number
             self.counts.num_encoded += 1
             self.counts.num_encoded_tokens += number
-            output.items_to_encode.append(name)
-            output.num_encoded_tokens += number
+            self.encoded.append(name)
 
     def written(self, output: SchedulerOutput) -> None:
-        """Drop what has no room after the step's images."""
+        """Write what the step encodes, and drop what then has no room. A step with neither needs no call."""
         if self._num_kept > self._size:
             for name in [*self._kept]:
                 if name not in self._num_users:
                     self._drop(name)
                     if self._num_kept <= self._size:
                         break
-        if self._dropped:
-            output.dropped_embeddings, self._dropped = self._dropped, []
+        output.num_encoded_tokens = sum([self._kept[name] for name in self.encoded])
+        output.items_to_encode, self.encoded = self.encoded, []
+        output.dropped_embeddings, self.dropped = self.dropped, []
 
     def fail(self, names: Iterable[EncoderItem]) -> None:
         """Drop images that the worker could not decode. The worker keeps their room until it is told."""
         for name in names:
-            for sequence in [one for one, used in self._used_by.items() if name in used]:
+            for sequence in [one for one, used in self.users.items() if name in used]:
                 self._stop_using(sequence, name)
             if name in self._kept:
                 self._drop(name)
 
     def _drop(self, name: EncoderItem) -> None:
         self._num_kept -= self._kept.pop(name)
-        self._dropped.append(name)
+        self.dropped.append(name)
 
     def check(self) -> None:
         """Assert that the sums equal the parts, and that between steps all used images are kept, for running groups."""
-        users = [name for used in self._used_by.values() for name in used]
+        users = [name for used in self.users.values() for name in used]
         assert self._num_users == {name: users.count(name) for name in users}
-        sizes = {name: item.num_embeddings for used in self._used_by.values() for name, item in used.items()}
+        sizes = {name: item.num_embeddings for used in self.users.values() for name, item in used.items()}
         assert self._num_used == sum(sizes.values()) <= self._size
         assert self._num_kept == sum(self._kept.values()) <= self._size
         assert sizes.keys() <= self._kept.keys()
         assert not self._planned
-        assert all(sequence.status is SequenceStatus.RUNNING for sequence in self._used_by)
+        assert all(sequence.status is SequenceStatus.RUNNING for sequence in self.users)
 
 
 def _has_computed(sequence: Sequence, item: PromptItem) -> bool:

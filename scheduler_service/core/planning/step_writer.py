@@ -52,7 +52,8 @@ class StepWriter:
             self._write_placements(step, output)
         if not output.is_empty:
             output.dropped_items = self._items.take_dropped()
-            self._encoder_cache.written(output)
+            if self._encoder_cache.encoded or self._encoder_cache.dropped:
+                self._encoder_cache.written(output)
             self._step_id += 1
             self._in_flight.outputs.append(output)
         return output
@@ -93,7 +94,7 @@ class StepWriter:
                 output.blocks_to_copy += chunk.copies
                 self._write_table(sequence, output)
                 if sequence.group.images:
-                    self._encoder_cache.read(sequence, num_tokens, output)
+                    self._encoder_cache.read(sequence, num_tokens)
                 sequence.num_computed_tokens += num_tokens + room
                 if sequence.group.has_unforked:
                     self._fork_followers(sequence)

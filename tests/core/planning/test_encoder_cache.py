@@ -101,14 +101,15 @@ def test_of_an_image_that_two_chunks_need_the_second_has_it_if_the_first_is_take
         cache.use(sequence, 4)
     cache.release([first])
     assert cache.reach(other.images, 0, 20) == 8, "the room was given away"
-    cache.read(second, 4, output := SchedulerOutput(1))
+    cache.read(second, 4)
+    cache.written(output := SchedulerOutput(1))
     assert output.items_to_encode == names(A)
     assert cache.counts.num_encoded_tokens == 4
     cache.release([second])
     cache.use(other.sequences[0], 20)
     cache.release(other.sequences)
     assert cache.reach(with_images("c", C).images, 0, 20) == 20, "a chunk that was taken back spent the budget"
-    cache.written(output)
+    cache.written(output := SchedulerOutput(2))
     assert output.dropped_embeddings == [], "room is made for a chunk that was taken back"
 
 
