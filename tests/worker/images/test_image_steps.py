@@ -14,6 +14,7 @@ from pagewire_common.calls.errors import RequestError
 SMALL, WIDE = picture(40, 60), picture(90, 33)
 ONE: Prompt = [5, 9, SMALL, 14, 4, 77]
 TWO: Prompt = [5, 9, WIDE, 6, SMALL, 7, 11]
+LAST: Prompt = [13, WIDE]
 COUNT = 4
 
 
@@ -23,7 +24,7 @@ class Case:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.oracle, self.worker = ImageOracle(path), ImageWorker(path)
-        self.one, self.two = (self.oracle.greedy(prompt, COUNT)[0] for prompt in (ONE, TWO))
+        self.one, self.two, self.last = (self.oracle.greedy(prompt, COUNT)[0] for prompt in (ONE, TWO, LAST))
 
 
 @pytest.fixture(scope="module", params=["smolvlm", "qwen3_vl"])
@@ -145,3 +146,10 @@ def test_drafts_leave_the_tokens_as_they_are(case: Case, method: str) -> None:
         start = known + len(found) - 1
         stop, drafts = start + 1 + room, [room]
     assert found[:COUNT] == case.two
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 8, 13, 4096])
+def test_tokens_are_the_same_in_chunks_of_every_size(case: Case, worker: ImageWorker, chunk: int) -> None:
+    """The last token of the second prompt is within an image."""
+    asked = [worker.ask(0, TWO), worker.ask(1, LAST), worker.ask(2, ONE)]
+    assert worker.generate(asked, COUNT, chunk) == {0: case.two, 1: case.last, 2: case.one}

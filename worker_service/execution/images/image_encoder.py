@@ -59,8 +59,7 @@ class ImageEncoder:
             self._held[image.item] = found = self._encode(image)
             if found is None:
                 failed.append(image.item)
-        for image in output.images_ahead:
-            self.processing.begin(image)
+        self.processing.look_ahead(output.images_ahead)
         return Encoded(failed, round((time.perf_counter() - began) * 1e6) if output.images else 0)
 
     def within(

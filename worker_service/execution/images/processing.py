@@ -1,19 +1,21 @@
 """Reads images in a thread of its own, while the device computes."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 
 from worker_service.models.images.embeddings import Pixels
 from worker_service.session.items import ImageToEncode
 
-_MAX_KEPT = 4
+MAX_KEPT = 4
 """Images that are being read, or have been read and are not yet encoded in whole. An image of 12 million pixels takes
 150 MB. Further images are read again when they are encoded."""
 
 
 class ImageProcessing:
+    """May be used by any thread."""
+
     def __init__(self, read: Callable[[bytes, int, int], Sequence[Pixels]]) -> None:
         """read: see `PixelReader.read`."""
         self._read = read
@@ -22,16 +24,20 @@ class ImageProcessing:
         self._jobs: OrderedDict[bytes, Future[Sequence[Pixels]]] = OrderedDict()
 
     def begin(self, image: ImageToEncode) -> "Future[Sequence[Pixels]]":
-        """Begin to read an image, unless it is being read. May be called by any thread."""
+        """Begin to read an image that a step encodes, unless it is being read."""
         with self._lock:
-            job = self._jobs.get(image.item.digest)
-            if job is None:
-                job = self._thread.submit(self._read, image.data, image.width, image.height)
-                self._jobs[image.item.digest] = job
-                if len(self._jobs) > _MAX_KEPT:
-                    self._jobs.popitem(last=False)
-            self._jobs.move_to_end(image.item.digest)
+            job = self._job(image)
+            if len(self._jobs) > MAX_KEPT:
+                self._jobs.popitem(last=False)
             return job
+
+    def look_ahead(self, images: Iterable[ImageToEncode]) -> None:
+        """Begin to read images that later steps need, while there is room."""
+        with self._lock:
+            for image in images:
+                if len(self._jobs) == MAX_KEPT:
+                    break
+                self._job(image)
 
     def take(self, image: ImageToEncode) -> Pixels:
         """Wait for an image, and return the inputs of the part to encode. Raises what `read` raises."""
@@ -40,3 +46,11 @@ class ImageProcessing:
             with self._lock:
                 self._jobs.pop(image.item.digest, None)
         return job.result()[part]
+
+    def _job(self, image: ImageToEncode) -> "Future[Sequence[Pixels]]":
+        """The image's job, the newest from now on."""
+        digest = image.item.digest
+        if digest not in self._jobs:
+            self._jobs[digest] = self._thread.submit(self._read, image.data, image.width, image.height)
+        self._jobs.move_to_end(digest)
+        return self._jobs[digest]

@@ -1,0 +1,55 @@
+"""Images are read in a thread, each once while there is room."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from worker_service.execution.images.processing import MAX_KEPT, ImageProcessing
+from worker_service.models.images.embeddings import Pixels
+from worker_service.session.items import EncoderItem, ImageToEncode
+
+
+def image(number: int, part: int = 0) -> ImageToEncode:
+    return ImageToEncode(EncoderItem(bytes([number]), part), 1, 1, bytes([number]))
+
+
+class Reader:
+    """Two parts of each image. Empty files are no images."""
+
+    def __init__(self) -> None:
+        self.read: list[bytes] = []
+
+    def __call__(self, data: bytes, width: int, height: int) -> list[Pixels]:
+        self.read.append(data)
+        if data == b"\0":
+            raise ValueError("is damaged")
+        return [{"pixel_values": torch.tensor([data[0], part])} for part in range(2)]
+
+
+def test_an_image_is_read_once_for_all_its_parts() -> None:
+    processing = ImageProcessing(reader := Reader())
+    processing.begin(image(7))
+    with ThreadPoolExecutor() as threads:
+        found = [*threads.map(processing.take, [image(7), image(7, 1)])]
+    assert [pixels["pixel_values"].tolist() for pixels in found] == [[7, 0], [7, 1]]
+    assert reader.read == [b"\7"]
+
+
+def test_images_ahead_displace_none_that_a_step_encodes_and_take_no_further_room() -> None:
+    processing = ImageProcessing(reader := Reader())
+    processing.begin(image(1))
+    for _ in range(3):  # each step names them again
+        processing.look_ahead([image(number) for number in range(2, 20)])
+    processing.begin(image(90)).result()  # displaces the oldest
+    assert reader.read == [bytes([number]) for number in [*range(1, MAX_KEPT + 1), 90]]
+    assert processing.take(image(1, 1))["pixel_values"].tolist() == [1, 1]  # read again
+    assert reader.read[-1] == b"\1"
+
+
+def test_a_file_that_is_no_image_raises_in_the_thread_that_needs_it() -> None:
+    processing = ImageProcessing(Reader())
+    processing.look_ahead([image(0)])
+    for _ in range(2):
+        with pytest.raises(ValueError, match="is damaged"):
+            processing.take(image(0))
