@@ -35,6 +35,9 @@ _DELTA = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }  # fmt: skip
+_EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20,
+}  # fmt: skip
 _SIDES: dict[str, Any] = {
     "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 7,
@@ -131,6 +134,12 @@ FAMILIES: Mapping[str, Family] = {
             **_SECTIONS, "mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.25}},
         "Qwen3VL",
     ),
+    "qwen3_5_moe": _qwen(
+        {"hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 48, "num_position_embeddings": 16},
+        _TEXT | _DELTA | _EXPERTS | {"head_dim": 32, "rope_parameters": {
+            **_SECTIONS, "mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.25}},
+        "Qwen3VL",
+    ),
     "smolvlm": _idefics("SmolVLM"),
 }  # fmt: skip
 
@@ -208,6 +217,12 @@ class ImageOracle:
         if self._model.config.vision_config.model_type == "pixtral":
             side = 4 * getattr(self._model.config, "spatial_merge_size", 1)
             self._options = {"patch_size": {"height": side, "width": side}}
+
+    @torch.inference_mode()
+    def embed(self, token_ids: list[int]) -> Tensor:
+        """[len(token_ids), hidden_size]."""
+        found: Tensor = self._model.get_input_embeddings()(torch.tensor(token_ids))
+        return found
 
     @torch.inference_mode()
     def logprobs(self, token_ids: list[int], pictures: Sequence[Picture]) -> Tensor:

@@ -65,6 +65,8 @@ class Session:
         """An applied step with the images that it encodes, and those that later steps need. Raises InvalidStepError if
         it contradicts the encoder cache."""
         if self._limits.images is None:
+            if output.items_to_encode:
+                raise InvalidStepError("items_to_encode: this worker reads no images")
             return output
         images = self._encoded.encode(output.items_to_encode)
         self._encoded.check(chunks)

@@ -81,7 +81,8 @@ class ImageWorker:
             for asked, start, stop, _ in scheduled:
                 for item in asked.message.items:
                     key = item.digest, item.image.part
-                    if item.start < stop and item.start + item.num_embeddings > start and key not in self.encoded:
+                    touches = item.HasField("image") and item.start < stop and item.start + item.num_embeddings > start
+                    if touches and key not in self.encoded:
                         self.encoded.add(key)
                         to_encode.append(pb.EncoderItem(digest=key[0], part=key[1]))
         message = pb.SchedulerOutput(

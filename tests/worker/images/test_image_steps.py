@@ -9,6 +9,7 @@ from image_worker import BLOCK, BLOCKS, Asked, ImageWorker
 from tiny_image_models import ImageOracle, Picture, Prompt, expand, make_model, picture
 
 from pagewire.v1 import scheduler_output_pb2 as pb
+from pagewire_client import PromptEmbeds
 from pagewire_common.calls.errors import RequestError
 
 SMALL, WIDE = picture(40, 60), picture(90, 33)
@@ -131,6 +132,14 @@ def test_a_step_that_reads_an_image_without_encoding_it_ends_the_session(worker:
     asked = worker.ask(0, ONE)
     with pytest.raises(RequestError, match="whose image is not encoded"):
         worker.step([asked], [(asked, 0, len(asked.message.token_ids), True)], items_to_encode=[])
+
+
+def test_a_prompt_may_contain_images_and_embeddings(case: Case, worker: ImageWorker) -> None:
+    asked = worker.ask(0, ONE)
+    given = PromptEmbeds.of(case.oracle.embed([5, 9]))
+    asked.message.items.insert(0, pb.PromptItem(digest=b"e", num_embeddings=2, data=given.data))
+    asked.message.token_ids[:2] = [0, 0]
+    assert worker.generate([asked], COUNT, 7)[0] == case.one
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])

@@ -164,3 +164,7 @@ def test_an_image_whose_tokens_are_not_the_models_is_refused(wrong: pb.PromptIte
 def test_images_are_refused_by_a_worker_that_reads_none() -> None:
     with pytest.raises(InvalidStepError, match="this worker reads no images"):
         decode(message(), limits=replace(LIMITS, prompt_embeds_size=8))
+    session = Session(1, LIMITS)
+    step = SchedulerOutput(1, 1, items_to_encode=(EncoderItem(DIGEST, 0),))
+    with pytest.raises(InvalidStepError, match="this worker reads no images"):
+        session.with_images(step, session.apply(step))
