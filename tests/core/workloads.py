@@ -72,7 +72,8 @@ class Request:
 
 def _item(image: SlowImage) -> PromptItem:
     (digest, part), data = image.name, bytes(IMAGE_BYTES)
-    return PromptItem(digest, image.start, image.num_tokens, len(data), data, ImagePart(64, 48, part))
+    width = 1 + [*IMAGES].index(digest)
+    return PromptItem(digest, image.start, image.num_tokens, len(data), data, ImagePart(width, 48, part))
 
 
 def random_request(rng: Random, number: int) -> Request:
