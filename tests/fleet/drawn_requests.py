@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
+from image_files import image_file
 from load import SCHEMA
 from sampler_numbers import drawn
 
@@ -14,11 +15,14 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.sampling import NUMBERS
 
 TENANTS, SALTS = ("", "gold", "iron"), ("", "", "salt")
+IMAGE_SIZES = ((20, 10), (28, 28), (40, 61), (90, 30), (8, 200))
 LORA_NAMES = ("one", "two", "three")
 WORDS = ("one two three ", "abcabcabc", "a long beginning that many have, ", "x" * 40, "{'role': 'é'} ")
 BEGINNINGS = ("", *(word * number for number, word in enumerate(WORDS, 1)))
 LETTERS = tuple("aeinorst ")
 MAX_PROMPT_TOKENS, MAX_TOKENS, MAX_OUTPUTS = 180, 60, 4
+IMAGE_TOKENS = 70
+"""Tokens of an image in any model of the draws, at most."""
 FORMS: tuple[dict[str, Any], ...] = (
     {"regex": "([a-z]{1,9} ){1,20}"},
     {"regex": "abX|c{40}", "bad_words": ["X"], "stop": ["ab"]},
@@ -38,6 +42,8 @@ class Kind:
     has_encoder: bool = False
     has_vectors: bool = True
     has_adapters: bool = True
+    has_images: bool = False
+    """Whether the model reads images. Its prompts are then token ids and images."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,8 @@ class Asked:
             return max(len(item.text.encode()) + 2 for item in self.message.inputs) // block_size + 2
         sampling, message = self.message.sampling, self.message
         width = max(1, sampling.n, sampling.best_of, sampling.beam_width)
-        prompt = max(len(message.text.encode()), len(message.token_ids.ids), 1)
+        in_parts = sum(len(part.token_ids.ids) or IMAGE_TOKENS for part in message.parts.parts)
+        prompt = max(len(message.text.encode()), len(message.token_ids.ids), in_parts, 1)
         each = (prompt % block_size + sampling.max_tokens + lookahead) // block_size + 3
         return prompt // block_size + width * each
 
@@ -73,7 +80,9 @@ def draw_asked(draw: Random, kind: Kind) -> Asked:
         lora_name=draw.choice(LORA_NAMES) if kind.has_adapters and draw.random() < 0.3 else "",
     )
     text = _text(draw)
-    if kind.has_encoder:
+    if kind.has_images:
+        _add_parts(draw, message)
+    elif kind.has_encoder:
         message.encoder_text = text[:80]
         if draw.random() < 0.5:
             message.token_ids.ids.extend([0, *(draw.randrange(5, 250) for _ in range(draw.randrange(8)))])
@@ -99,6 +108,16 @@ def without_priority(asked: Asked) -> Asked:
 def _text(draw: Random) -> str:
     tail = "".join(draw.choices("abcde fé", k=draw.randint(1, 25)))
     return (draw.choice(BEGINNINGS) + tail).encode()[:MAX_PROMPT_TOKENS].decode(errors="ignore")
+
+
+def _add_parts(draw: Random, message: pb.GenerateRequest) -> None:
+    """Token ids, and up to three of the few images that many requests have."""
+    message.sampling.ClearField("prompt_logprobs")
+    for _ in range(draw.randint(1, 3)):
+        message.parts.parts.add().token_ids.ids.extend(draw.randrange(4, 90) for _ in range(draw.randint(1, 12)))
+        if draw.random() < 0.7:
+            message.parts.parts.add().image.data = image_file(*draw.choice(IMAGE_SIZES))
+    message.parts.parts.add().token_ids.ids.extend(draw.randrange(4, 90) for _ in range(draw.randint(1, 12)))
 
 
 def _vectors(draw: Random) -> pb.EmbedRequest:

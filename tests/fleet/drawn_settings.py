@@ -3,12 +3,14 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 
-from drawn_requests import MAX_OUTPUTS, Asked, Kind
+from drawn_requests import IMAGE_TOKENS, MAX_OUTPUTS, Asked, Kind
 from tiny_adapters import write_three
 from tiny_encoder_decoder import write_encoder_decoder
+from tiny_image_models import make_model
 from tiny_model import write_byte_tokenizer, write_tiny_llama
 
 WINDOW = 24
@@ -83,6 +85,11 @@ def _states(folder: Path) -> None:
     Qwen3NextForCausalLM(config).save_pretrained(folder)
 
 
+def _images(family: str, folder: Path) -> None:
+    folder.mkdir()
+    make_model(folder, family)
+
+
 @dataclass(frozen=True)
 class Model:
     """The model, and its number of processes, which changes sums."""
@@ -115,8 +122,16 @@ MODELS = (
     ),
     Model("windows", _windows, Kind(has_adapters=False), blocks_each=3),
     Model("states", _states, Kind(has_adapters=False), has_states=True),
+    *(
+        Model(
+            f"images-of-{family}",
+            partial(_images, family),
+            Kind(has_forms=False, has_vectors=False, has_adapters=False, has_images=True),
+        )
+        for family in ("qwen2_5_vl", "smolvlm")
+    ),
 )
-WEIGHTS = (6, 3, 1, 1, 1, 4, 4)
+WEIGHTS = (6, 3, 1, 1, 1, 4, 4, 3, 3)
 """Weights of MODELS in draws."""
 
 
@@ -169,6 +184,9 @@ def draw_settings(draw: Random, model: Model, dtype: str, adapters: Path, asked:
     if guesses:
         config = {"method": "ngram", "num_speculative_tokens": lookahead}
         worker += ["--speculative-config", json.dumps(config)]
+    if model.kind.has_images:
+        worker += ["--encoder-cache-size", str(IMAGE_TOKENS * draw.choice([1, 1, 3]))]
+        worker += ["--encoder-budget", str(draw.choice([0, 20, 200]))]
     if model.kind.has_adapters:
         worker += ["--max-loras", str(draw.randint(1, 3)), "--max-cpu-loras", str(draw.choice([3, 8]))]
     scheduler = [

@@ -16,7 +16,7 @@ from torch import Tensor
 from pagewire_common.images.families import read_image_layouts
 from pagewire_common.images.layout import ImageLayouts
 
-VOCABULARY = 200
+VOCABULARY = 264
 WORDS = 100
 """The token ids of words; special tokens come after them."""
 SPECIAL = [
