@@ -18,7 +18,7 @@ from pagewire_client.client import Client
 from pagewire_client.embedding import Embedding
 from pagewire_client.llm import LLM, Completion, Output
 from pagewire_client.local import LocalServer, ServerError
-from pagewire_client.prompts import EncoderPrompt, Prompt, PromptEmbeds, Sound
+from pagewire_client.prompts import EncoderPrompt, Image, Prompt, PromptEmbeds, Sound
 
 __all__ = [
     "FINISH_REASON_ABORT",
@@ -36,6 +36,7 @@ __all__ = [
     "EncoderPrompt",
     "FinishReason",
     "GenerateResponse",
+    "Image",
     "LocalServer",
     "Output",
     "Prompt",

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +16,7 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire_client.channel import CLIENTS_PORT, connect, direction, key_metadata, say_if_silent
 from pagewire_client.embedding import Embedding
-from pagewire_client.prompts import Prompt, Sound, Text, set_prompt, to_chat
+from pagewire_client.prompts import Messages, Prompt, Sound, Text, set_prompt, to_chat
 from pagewire_client.resumable import ResumableStream
 from pagewire_client.retry import Backoff
 
@@ -276,9 +276,7 @@ class Client:
     async def get_model(self) -> pb.GetModelResponse:
         return await self._retrying(self._stub.GetModel, pb.GetModelRequest())
 
-    async def tokenize(
-        self, text: str | Sequence[Mapping[str, str]], *, parse_special_tokens: bool = False
-    ) -> list[int]:
+    async def tokenize(self, text: str | Messages, *, parse_special_tokens: bool = False) -> list[int]:
         """Token ids of a text or of chat messages, as `generate` computes them."""
         request = pb.TokenizeRequest(parse_special_tokens=parse_special_tokens)
         if isinstance(text, str):

@@ -9,8 +9,8 @@ from typing import Any, Self
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client.files import read_file
 
-MAX_SOUND_BYTES = 16 << 20
-"""Bytes of a sound file: the largest gRPC message of a server."""
+MAX_SOUND_BYTES = MAX_IMAGE_BYTES = 16 << 20
+"""Bytes of a sound or image file: the largest gRPC message of a server."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,18 @@ class Sound:
     def read(cls, path: Path) -> Self:
         """Raises ValueError if the file cannot be read or is too large."""
         return cls(read_file(path, MAX_SOUND_BYTES))
+
+
+@dataclass(frozen=True)
+class Image:
+    """An image file: PNG, JPEG, WebP, or GIF, whose first frame is read."""
+
+    data: bytes
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Raises ValueError if the file cannot be read or is too large."""
+        return cls(read_file(path, MAX_IMAGE_BYTES))
 
 
 @dataclass(frozen=True)
@@ -60,9 +72,11 @@ class PromptEmbeds:
 
 
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-Part = str | Sequence[int] | PromptEmbeds
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | PromptEmbeds | Sequence[Part] | EncoderPrompt
-"""Text, token ids, chat messages with "role" and "content", embeddings, a list of such parts, or an encoder's input."""
+Part = str | Sequence[int] | PromptEmbeds | Image
+Messages = Sequence[Mapping[str, Any]]
+"""Chat messages with "role" and "content": a text, or a list of texts and images."""
+Prompt = str | Sequence[int] | Messages | PromptEmbeds | Image | Sequence[Part] | EncoderPrompt
+"""Text, token ids, chat messages, embeddings, an image, a list of such parts, or an encoder's input."""
 
 Text = str | Sequence[int]
 
@@ -81,11 +95,11 @@ def set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
             request.encoder_token_ids.SetInParent()
         if prompt.decoder:
             request.token_ids.ids.extend(prompt.decoder)
-    elif isinstance(prompt, PromptEmbeds):
+    elif isinstance(prompt, PromptEmbeds | Image):
         _add_parts(request.parts, [prompt])
     elif prompt and isinstance(prompt[0], Mapping):
         request.chat.CopyFrom(to_chat(prompt))  # type: ignore[arg-type]
-    elif prompt and isinstance(prompt[0], str | PromptEmbeds | Sequence):
+    elif prompt and isinstance(prompt[0], str | PromptEmbeds | Image | Sequence):
         _add_parts(request.parts, prompt)  # type: ignore[arg-type]
     else:
         request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
@@ -98,9 +112,24 @@ def _add_parts(message: pb.PromptParts, parts: Sequence[Part]) -> None:
             message.parts.add(text=part)
         elif isinstance(part, PromptEmbeds):
             message.parts.add(prompt_embeds=part.data)
+        elif isinstance(part, Image):
+            message.parts.add(image=pb.Image(data=part.data))
         else:
             message.parts.add(token_ids=pb.TokenIds(ids=part))
 
 
-def to_chat(messages: Sequence[Mapping[str, str]]) -> pb.Chat:
-    return pb.Chat(messages=[pb.ChatMessage(role=m["role"], content=m["content"]) for m in messages])
+def to_chat(messages: Messages) -> pb.Chat:
+    return pb.Chat(messages=map(_message, messages))
+
+
+def _message(message: Mapping[str, Any]) -> pb.ChatMessage:
+    found, content = pb.ChatMessage(role=message["role"]), message["content"]
+    if isinstance(content, str):
+        found.content = content
+        return found
+    for part in content:
+        if isinstance(part, Image):
+            found.parts.add(image=pb.Image(data=part.data))
+        else:
+            found.parts.add(text=part)
+    return found

@@ -22,6 +22,7 @@ MAX_SEQS = 8192
 MIN_SECRET = 16
 
 _ORIGIN = re.compile(r"\*|https?://[^\s/,@?#]+")
+_MEDIA_HOST = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 
 
 def _parse_origin(origin: str) -> str:
@@ -30,8 +31,17 @@ def _parse_origin(origin: str) -> str:
     return origin.lower()
 
 
+def _parse_media_host(host: str) -> str:
+    if not _MEDIA_HOST.fullmatch(host):
+        raise ValueError(
+            f"{host!r} is no host: it must be a name or an address, such as images.example.com, or :PORT after it"
+        )
+    return host.lower()
+
+
 Target = Annotated[str, AfterValidator(parse_target)]
 Origin = Annotated[str, AfterValidator(_parse_origin)]
+MediaHost = Annotated[str, AfterValidator(_parse_media_host)]
 
 
 def _split(value: object) -> object:
@@ -70,6 +80,11 @@ class SchedulerSettings(ServiceSettings):
         [],
         description="origins, separated by commas, of which pages in browsers may call the HTTP API, such as "
         "https://chat.example.com; * allows all; by default none",
+    )
+    allow_media_host: Annotated[list[MediaHost], NoDecode, BeforeValidator(_split)] = Field(
+        [],
+        description="hosts, separated by commas, from which images in HTTP requests are fetched, such as "
+        "images.example.com or images.example.com:8443; by default none, and images come inside requests",
     )
     page: bool = Field(True, description="serve a page for browsers at / of the HTTP port")
     learn_pipe: int | None = Field(

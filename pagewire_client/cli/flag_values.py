@@ -10,6 +10,8 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
+from pagewire_client.prompts import Image
+
 _INTEGERS = {
     FieldDescriptor.CPPTYPE_INT32: (-(1 << 31), (1 << 31) - 1),
     FieldDescriptor.CPPTYPE_UINT32: (0, (1 << 32) - 1),
@@ -55,6 +57,14 @@ def given(text: str) -> str:
 def folder(text: str) -> Path:
     """Raises ArgumentTypeError for an empty text, which pathlib would read as the current folder."""
     return Path(given(text))
+
+
+def image_file(text: str) -> Image:
+    """Read an image file before any server is started. Raises ArgumentTypeError."""
+    try:
+        return Image.read(Path(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def whole_number(least: int, most: int) -> Callable[[str], int]:

@@ -15,7 +15,7 @@ from pagewire_client.cli.flag_values import access
 from pagewire_client.cli.request_options import request_options
 from pagewire_client.client import Client
 from pagewire_client.files import read_stdin
-from pagewire_client.prompts import EncoderPrompt, Prompt
+from pagewire_client.prompts import EncoderPrompt, Image, Prompt
 
 MIN_RATE_SECONDS = 0.1
 """A shorter stream is a burst, whose rate says nothing: four tokens within a millisecond are 3,000 tokens/s."""
@@ -51,7 +51,8 @@ def token_rate(num_tokens: int, seconds: float) -> str:
 
 async def generate(arguments: argparse.Namespace, target: str) -> None:
     text = read_stdin() if arguments.prompt == "-" else arguments.prompt
-    prompt: Prompt = [{"role": "user", "content": text}] if arguments.chat else text
+    content = [*arguments.image, text] if arguments.image else text
+    prompt: Prompt = [{"role": "user", "content": content}] if arguments.chat else content
     if arguments.encoder:
         prompt = EncoderPrompt(text)
     options = request_options(arguments) | {"parse_special_tokens": arguments.parse_special_tokens}
@@ -61,20 +62,22 @@ async def generate(arguments: argparse.Namespace, target: str) -> None:
 
 def chat(arguments: argparse.Namespace, target: str) -> None:
     """The event loop runs only while the model answers, so Ctrl-C also ends a wait for the user's input."""
-    messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    messages: list[dict[str, Any]] = [{"role": "system", "content": arguments.system}] if arguments.system else []
 
     async def answer(conversation: Prompt) -> str:
         async with Client(target, retry_for=arguments.retry_for, **access(arguments)) as client:
             return await stream(client, conversation, arguments.sampling, **request_options(arguments))
 
+    images: list[Image] = arguments.image  # in the first question
     for line in _lines():
-        question = {"role": "user", "content": line}
+        question = {"role": "user", "content": [*images, line] if images else line}
         try:
             text = asyncio.run(answer([*messages, question]))
         except grpc.aio.AioRpcError as error:
             sys.stderr.write(f"{error.details()}\n")  # the conversation continues without the failed turn
         else:
             messages += [question, {"role": "assistant", "content": text}]
+            images = []
 
 
 def _lines() -> Iterator[str]:

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable
 
-from pagewire_client.cli.flag_values import folder, from_environment, given, seconds, take_credentials
+from pagewire_client.cli.flag_values import folder, from_environment, given, image_file, seconds, take_credentials
 from pagewire_client.cli.operator_options import add_operators_commands
 from pagewire_client.cli.request_options import request_parser, sampling_params, sampling_parser
 from pagewire_client.cli.running import DEFAULT_TARGET
@@ -31,6 +31,8 @@ def parse_arguments(
             parsed.command = "chat"
         if parsed.command in ("generate", "chat"):
             parsed.sampling = sampling_params(parsed)
+        if getattr(parsed, "encoder", False) and parsed.image:
+            raise ValueError("--image is for decoders, and --encoder gives the prompt to an encoder")
         if parsed.command in ("serve", "chat"):
             parsed.model = one_model(parsed)
         if parsed.command == "serve":
@@ -89,7 +91,16 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "(default %(default)g)",
     )
 
-    generate = commands.add_parser("generate", parents=[common], help="continue a prompt")
+    image = argparse.ArgumentParser(add_help=False)
+    image.add_argument(
+        "--image",
+        metavar="FILE",
+        type=image_file,
+        action="append",
+        default=[],
+        help="an image before the prompt, for models that read images; may be repeated",
+    )
+    generate = commands.add_parser("generate", parents=[common, image], help="continue a prompt")
     generate.add_argument("prompt", help="the prompt; - reads it from stdin")
     kinds = generate.add_mutually_exclusive_group()
     kinds.add_argument("--chat", action="store_true", help="format the prompt with the model's chat template")
@@ -101,7 +112,9 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         action="store_true",
         help="parse special tokens in the prompt, for prompts that have the chat template's format already",
     )
-    chat = commands.add_parser("chat", aliases=["run"], parents=[common], help="talk with the model; Ctrl-D ends")
+    chat = commands.add_parser(
+        "chat", aliases=["run"], parents=[common, image], help="talk with the model; Ctrl-D ends"
+    )
     add_model(chat)
     chat.add_argument("--system", help="the system message")
     add_serve(commands)

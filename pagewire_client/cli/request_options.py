@@ -45,7 +45,7 @@ SAMPLING = {
 WITHOUT_FLAG: Mapping[str, Mapping[str, str]] = {
     "GenerateRequest": {
         "request_id": "the request ends with its command, so its id is never needed",
-        "parts": "the prompt is text",
+        "parts": "--image adds images to the text",
         "token_ids": "the prompt is text",
         "encoder_token_ids": "the prompt is text",
         "encoder_sound": "`transcribe` hears sounds",

@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("--listen", required=True, help="HOST:PORT to serve clients on, shared with other front ends")
     parser.add_argument("--http-listen", help="HOST:PORT to serve HTTP on, shared with other front ends")
     parser.add_argument("--http-allow-origin", action="append", default=[], help="origin of pages that may call")
+    parser.add_argument("--allow-media-host", action="append", default=[], help="host to fetch images from")
     parser.add_argument("--no-page", action="store_true", help="serve no page at /")
     parser.add_argument("--response-template", type=Path, help="how the model writes reasoning and tool calls")
     parser.add_argument("--receive-timeout", type=float, default=60.0, help="seconds for an HTTP request to arrive")
@@ -58,6 +59,7 @@ def main() -> None:
             arguments.grace,
             frozenset(arguments.http_allow_origin),
             not arguments.no_page,
+            tuple(arguments.allow_media_host),
         )
         template = arguments.response_template
         response_template = json.loads(template.read_text()) if template is not None else None

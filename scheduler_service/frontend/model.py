@@ -81,6 +81,17 @@ class ServedModel:
     image_checker: ImageChecker = field(default_factory=ImageChecker)
 
     @property
+    def reads_images(self) -> bool:
+        return self.images is not None and self.encoder_cache_size > 0
+
+    @property
+    def reads(self) -> str:
+        """The possible contents of messages, for errors."""
+        if self.reads_images:
+            return "text and images"
+        return f"text alone ({self.images_refusal})" if self.images_refusal else "text alone"
+
+    @property
     def tasks(self) -> list[str]:
         able = {
             "generate": self.generates,

@@ -41,8 +41,8 @@ DRAINED = RequestError(
     grpc.StatusCode.UNAVAILABLE, "this front end ends for another one; resume the request, which goes on there"
 )
 LONGEST_MESSAGE = 20 << 20
-"""Largest bytes of a client's gRPC message: more than a million tokens of prompt, or a sound or prompt_embeds of 16
-MiB."""
+"""Largest bytes of a client's gRPC message: more than a million tokens of prompt, or a sound, prompt_embeds
+or images of 16 MiB."""
 
 
 def front_end_server(
@@ -65,7 +65,7 @@ def front_end_server(
 class Ports(NamedTuple):
     """The ports of a front end. `http`: HOST:PORT of HTTP, or None without HTTP. `grace`: seconds that streams have to
     end when the front end drains. `origins`: the origins of web pages that may call. `page`:
-    whether the page at / is served.
+    whether the page at / is served. `media_hosts`: hosts from which images are fetched.
     """
 
     listen: str
@@ -76,6 +76,7 @@ class Ports(NamedTuple):
     grace: float = 0.0
     origins: frozenset[str] = frozenset()
     page: bool = True
+    media_hosts: tuple[str, ...] = ()
 
 
 async def serve(
@@ -101,7 +102,7 @@ async def _serve(link: EngineLink, ports: Ports) -> int:
             security, most = ports.security, ports.max_connections
             server = front_end_server(link, shares_port=True, security=security, max_connections=most)
             limits, origins = Limits(most, ports.receive_timeout), Origins(ports.origins)
-            http = HttpServer(link, limits, security, origins, has_page=ports.page)
+            http = HttpServer(link, limits, security, origins, has_page=ports.page, media_hosts=ports.media_hosts)
             if ports.http is not None:
                 await http.start(ports.http)
             address = await server.start(ports.listen, "front end listening")

@@ -246,6 +246,8 @@ def front_end_arguments(settings: SchedulerSettings, place: Place) -> list[str]:
         arguments += ["--no-page"]
     for origin in settings.http_allow_origin:
         arguments += ["--http-allow-origin", origin]
+    for host in settings.allow_media_host:
+        arguments += ["--allow-media-host", host]
     if settings.response_template is not None:
         arguments += ["--response-template", str(settings.response_template)]
     arguments += ["--log-level", settings.log_level, "--log-format", settings.log_format]

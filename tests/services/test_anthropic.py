@@ -22,6 +22,7 @@ from scheduler_service.access.refusals import Refusals
 from scheduler_service.frontend.chat.events import EventLog
 from scheduler_service.frontend.http.anthropic.blocks import Blocks, WholeBlock, add_to_whole
 from scheduler_service.frontend.http.anthropic.history import read_messages
+from scheduler_service.frontend.http.images.image_reader import ImageReader
 
 MODEL = "tiny-agent"
 USER: MessageParam = {"role": "user", "content": "hello"}
@@ -229,7 +230,7 @@ async def test_messages_become_those_that_chat_templates_know() -> None:
     def call(number: str, name: str, arguments: Any) -> dict[str, Any]:
         return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
 
-    assert await read_messages([{"type": "text", "text": "s", **cached}], messages) == [
+    assert await read_messages([{"type": "text", "text": "s", **cached}], messages, ImageReader()) == [
         {"role": "system", "content": "s"},
         {"role": "user", "content": "a\nb\nc"},
         {
@@ -246,7 +247,7 @@ async def test_messages_become_those_that_chat_templates_know() -> None:
     for kind in ("image", "document", "search_result", "server_tool_use", "tool_use", None, 3):
         for content in ([{"type": kind}], [{"type": "tool_result", "tool_use_id": "1", "content": [{"type": kind}]}]):
             with pytest.raises(RequestError, match=r"messages\[0\].content\[0\].*type is"):
-                await read_messages(None, [{"role": "user", "content": content}])
+                await read_messages(None, [{"role": "user", "content": content}], ImageReader())
 
 
 def test_a_whole_message_is_the_sum_of_its_events_however_they_are_cut() -> None:

@@ -12,6 +12,7 @@ from rendered_chats import expected, shown
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.calls.errors import RequestError
 from scheduler_service.frontend.http.chats.json_values import MAX_ID_BYTES, json_text
+from scheduler_service.frontend.http.images.image_reader import ImageReader
 from scheduler_service.frontend.http.openai.history import read_history
 from scheduler_service.frontend.rendering.chat_input import ChatInput
 
@@ -21,7 +22,7 @@ RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "sunny"}
 
 
 async def history(messages: Any) -> pb.Chat:
-    return await read_history(messages, lambda word: word in HERMES)
+    return await read_history(messages, lambda word: word in HERMES, ImageReader())
 
 
 async def text_of(source: str, messages: Any) -> str:
@@ -114,7 +115,7 @@ async def test_reasoning_is_given_back_under_either_name(names: tuple[str, ...])
 
 
 async def test_a_field_that_the_template_names_reaches_it_and_any_other_is_refused() -> None:
-    chat = await read_history([USER | {"mood": {"x": [1]}}], lambda word: word == "mood")
+    chat = await read_history([USER | {"mood": {"x": [1]}}], lambda word: word == "mood", ImageReader())
     assert json.loads(chat.messages[0].fields) == {"mood": {"x": [1]}}
     assert not (await history([USER | {"mood": None}])).messages[0].fields
 
@@ -145,7 +146,7 @@ REFUSED: list[tuple[Any, str]] = [
     ([USER | {"tool_calls": []}], r"messages\[0\].tool_calls is for messages of the assistant"),
     ([USER | {"reasoning": "a"}], r"messages\[0\].reasoning is for messages of the assistant"),
     ([SAID | {"function_call": {"name": "a"}}], r"messages\[0\].function_call is the old form of tool calls"),
-    ([SAID | {"audio": {"id": "a"}}], r"messages\[0\].audio is set, and this model reads text alone"),
+    ([SAID | {"audio": {"id": "a"}}], r"messages\[0\].audio is set, and this model hears no sounds"),
     ([SAID | {"tool_calls": {}}], r"messages\[0\].tool_calls must be a list"),
     ([SAID | {"tool_calls": [None]}], r"tool_calls\[0\] is missing; it must be an object"),
     ([SAID | {"tool_calls": [call("a", {}) | {"type": "custom"}]}], r"tool_calls\[0\].type is 'custom'"),

@@ -18,6 +18,7 @@ from scheduler_service.frontend.calls.generation import check_request
 from scheduler_service.frontend.chat.families import HERMES as HERMES_SYNTAX
 from scheduler_service.frontend.checking.prompt import encode_prompt
 from scheduler_service.frontend.http.body import parse_part
+from scheduler_service.frontend.http.images.image_reader import ImageReader
 from scheduler_service.frontend.http.openai.chat_fields import ChatFields
 from scheduler_service.frontend.http.openai.chat_request import chat_request
 from scheduler_service.frontend.http.service import Service
@@ -156,7 +157,7 @@ async def test_a_form_over_http_begins_after_thinking(model: ServedModel, form: 
     for syntax in (thinking(HERMES_SYNTAX), HERMES_SYNTAX):
         fields = parse_part(form | {"messages": [USER]}, ChatFields, "")
         service = Service(EngineLink("unix:/of-no-engine"))
-        request = await chat_request(fields, replace(model, chat_syntax=syntax), "", "1", service)
+        request = await chat_request(fields, replace(model, chat_syntax=syntax), "", "1", service, ImageReader())
         kind = request.asked.sampling.WhichOneof("constraint")
         if syntax is HERMES_SYNTAX:
             assert (kind is not None, request.output.make_form) == (True, None)
@@ -174,7 +175,7 @@ async def test_a_required_call_begins_at_once_without_thinking(model: ServedMode
     asked: dict[str, Any] = {"messages": [USER], "tools": TOOLS, "tool_choice": "required"}
     fields = parse_part(asked | {"chat_template_kwargs": {"enable_thinking": False}}, ChatFields, "")
     thinks = replace(model, chat_syntax=thinking(HERMES_SYNTAX))
-    request = await chat_request(fields, thinks, "", "1", Service(EngineLink("unix:/of-no-engine")))
+    request = await chat_request(fields, thinks, "", "1", Service(EngineLink("unix:/of-no-engine")), ImageReader())
     assert request.output.make_form is not None
     grammar = await request.output.make_form(prompt_end)
     for text, expected in (("<think>", "<t"), ("<tool_call>", "<tool_call>")):
@@ -184,7 +185,7 @@ async def test_a_required_call_begins_at_once_without_thinking(model: ServedMode
 async def test_a_form_that_cannot_be_followed_is_refused_by_its_name(model: ServedModel) -> None:
     fields = parse_part({"regex": "(", "messages": [USER]}, ChatFields, "")
     thinks = replace(model, chat_syntax=thinking(HERMES_SYNTAX))
-    request = await chat_request(fields, thinks, "", "1", Service(EngineLink("unix:/of-no-engine")))
+    request = await chat_request(fields, thinks, "", "1", Service(EngineLink("unix:/of-no-engine")), ImageReader())
     assert request.output.make_form is not None
     with pytest.raises(RequestError, match=r"^sampling\.regex cannot be followed: "):
         await request.output.make_form("")

@@ -10,7 +10,8 @@ from google.protobuf.message import Message
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
-from pagewire_client import LLM, LocalServer, SamplingParams
+from pagewire_client import LLM, Image, LocalServer, SamplingParams
+from pagewire_client.cli import generation
 from pagewire_client.cli.generation import generate
 from pagewire_client.cli.parser import parse_arguments
 from pagewire_client.cli.request_options import SAMPLING, WITHOUT_FLAG
@@ -111,6 +112,44 @@ async def test_a_command_sends_what_its_flags_say(tmp_path: Path, capsys: pytest
         ),
     ]
     assert "[[0.0, 0.0], [0.0, 0.0]]" in capsys.readouterr().out  # of the text's tokens
+
+
+async def test_images_come_before_the_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in "ab":
+        (tmp_path / name).write_bytes(name.encode())
+    words = ("generate", "hello", "--image", f"{tmp_path}/a", "--image", f"{tmp_path}/b")
+    images = [pb.Image(data=name) for name in (b"a", b"b")]
+    asked = (await heard(*words, "--chat")).chat.messages[0]
+    assert asked == pb.ChatMessage(
+        role="user", parts=[*(pb.ContentPart(image=image) for image in images), pb.ContentPart(text="hello")]
+    )
+    parts = [*(pb.PromptPart(image=image) for image in images), pb.PromptPart(text="hello")]
+    assert (await heard(*words)).parts == pb.PromptParts(parts=parts)
+    for more, reason in (
+        (["--encoder"], "--image is for decoders, and --encoder gives the prompt to an encoder"),
+        (["--image", f"{tmp_path}/c"], f"cannot read {tmp_path}/c: No such file"),
+    ):
+        with pytest.raises(SystemExit):
+            parse_arguments([*words, *more, "--target", "t:1"])
+        assert reason in capsys.readouterr().err
+
+
+def test_images_of_a_conversation_are_in_its_first_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A question that fails keeps them for the next one."""
+    (tmp_path / "a").write_bytes(b"a")
+    asked: list[Any] = []
+
+    async def stream(client: Client, conversation: Any, *_: Any, **__: Any) -> str:
+        asked.append([message["content"] for message in conversation])
+        if len(asked) == 1:
+            raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), "failed")
+        return "yes"
+
+    monkeypatch.setattr(generation, "stream", stream)
+    monkeypatch.setattr(generation, "_lines", lambda: iter(["one", "two", "three"]))
+    generation.chat(parse_arguments(["chat", "--image", f"{tmp_path}/a", "--target", "t:1"]), "t:1")
+    image = Image(b"a")
+    assert asked == [[[image, "one"]], [[image, "two"]], [[image, "two"], "yes", "three"]]
 
 
 def test_every_field_of_a_request_has_a_flag_or_a_reason_to_have_none() -> None:

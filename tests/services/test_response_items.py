@@ -19,6 +19,7 @@ from scheduler_service.access.keys import ApiKey
 from scheduler_service.engine.front_ends.stored_entries import ENTRY_BYTES, StoredEntries
 from scheduler_service.frontend.chat.events import CallArguments, CallEnded, CallStarted, Content, Event, Reasoning
 from scheduler_service.frontend.http.errors import HttpError
+from scheduler_service.frontend.http.images.image_reader import ImageReader
 from scheduler_service.frontend.http.responses.conversation import read_conversation
 from scheduler_service.frontend.http.responses.fields import ResponseFields
 from scheduler_service.frontend.http.responses.output_items import OutputItems
@@ -115,7 +116,7 @@ def test_log_probabilities_belong_to_the_text_of_the_answer() -> None:
 
 def messages_of(*items: dict[str, Any], instructions: str | None = None) -> list[Any]:
     placed = [(f"input[{number}]", item) for number, item in enumerate(items)]
-    return asyncio.run(read_conversation(instructions, placed))
+    return asyncio.run(read_conversation(instructions, placed, ImageReader()))
 
 
 USER = {"role": "user", "content": "u"}

@@ -16,6 +16,7 @@ from pagewire_common.calls.errors import PatientWriter, RequestError
 from pagewire_common.calls.request_limits import request_size
 from scheduler_service.access.caller import caller, tenant_of
 from scheduler_service.core import SequenceStatus
+from scheduler_service.frontend.checking.chat import has_images
 from scheduler_service.frontend.checking.checks import check_context, check_names, check_place, check_sizes
 from scheduler_service.frontend.checking.prompt import encode_prompt, read_encoder_prompt
 from scheduler_service.frontend.checking.resumption import check_resumption
@@ -103,7 +104,7 @@ async def generate(
         )
         model = await allowed_model(link)
         has_form = output.make_form is not None or request.sampling.WhichOneof("constraint") is not None
-        if has_sound or has_form or request.HasField("parts"):  # sounds, forms and embeddings take long to check
+        if has_sound or has_form or request.HasField("parts") or has_images(request):  # these take long to check
             await call.admitted()
         try:
             checked = replace(await check_request(request, request_id, model, output), adapter_id=adapter_id)

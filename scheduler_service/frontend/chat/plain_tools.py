@@ -17,6 +17,7 @@ To call a function, answer with its name and its arguments, in this form:
 <tool_call>
 {{"name": "NAME", "arguments": {{"ARGUMENT": "VALUE"}}}}
 </tool_call>"""
+_RESULT_BEGIN, _RESULT_END = "<tool_response>\n", "\n</tool_response>"
 
 
 def write_out_tools(chat: pb.Chat) -> None:
@@ -26,19 +27,20 @@ def write_out_tools(chat: pb.Chat) -> None:
     messages: list[pb.ChatMessage] = []
     for message in chat.messages:
         fields = json.loads(message.fields) if message.fields else {}
-        written = pb.ChatMessage(role=message.role, content=message.content)
+        written = pb.ChatMessage(role=message.role, content=message.content, parts=message.parts)
         if calls := fields.get("tool_calls"):
-            written.content = "\n".join(filter(None, (message.content, *map(_call, calls))))
+            _append(written, "\n".join(map(_call, calls)), "\n" if message.content else "")
         if message.role == "tool":
-            written = pb.ChatMessage(role="user", content=_result(message.content))
-            if messages and messages[-1].role == "user" and messages[-1].content.endswith("</tool_response>"):
+            written = _result(written)
+            joins = messages and messages[-1].role == "user" and messages[-1].content.endswith(_RESULT_END)
+            if joins and not written.parts:
                 messages[-1].content += f"\n{written.content}"
                 continue
         messages.append(written)
     if tools:
         text = _INTRODUCTION.format(tools="\n".join(json.dumps(tool.get("function", tool)) for tool in tools))
         if messages and messages[0].role == "system":
-            messages[0].content += f"\n\n{text}"
+            _append(messages[0], text, "\n\n")
         else:
             messages.insert(0, pb.ChatMessage(role="system", content=text))
     del chat.messages[:]
@@ -53,5 +55,17 @@ def _call(call: dict[str, Any]) -> str:
     return f'<tool_call>\n{{"name": {json.dumps(function.get("name"))}, "arguments": {text}}}\n</tool_call>'
 
 
-def _result(content: str) -> str:
-    return f"<tool_response>\n{content}\n</tool_response>"
+def _result(message: pb.ChatMessage) -> pb.ChatMessage:
+    """The result of a tool, as a message of the user."""
+    if not message.parts:
+        return pb.ChatMessage(role="user", content=_RESULT_BEGIN + message.content + _RESULT_END)
+    begin, end = pb.ContentPart(text=_RESULT_BEGIN), pb.ContentPart(text=_RESULT_END)
+    return pb.ChatMessage(role="user", parts=[begin, *message.parts, end])
+
+
+def _append(message: pb.ChatMessage, text: str, between: str) -> None:
+    """Add a text to the content of a message, behind `between`."""
+    if message.parts:
+        message.parts.add(text=between + text)
+    else:
+        message.content += between + text

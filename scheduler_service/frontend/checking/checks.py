@@ -19,6 +19,8 @@ from scheduler_service.frontend.text.tokenization import Tokenizer
 MAX_REQUEST_ID = 128
 MAX_PRIORITY = 1000
 MAX_MESSAGES = 4096
+MAX_PARTS = 256
+"""Largest number of parts of a prompt, and of a chat message."""
 IDS_AT_ONCE = 1 << 13
 """Token ids that are read in one turn of the event loop."""
 
@@ -78,6 +80,13 @@ def check_context(field: str, num_tokens: int, model: ServedModel) -> None:
             f"{field} has {num_tokens} tokens; the context has {model.context_length}, "
             "and at least one must be left for the output"
         )
+
+
+def check_characters_of_context(field: str, count: int, model: ServedModel, tokenizer: Tokenizer) -> None:
+    """Refuse a text that would exceed the context even if each token were the vocabulary's longest token."""
+    most = model.context_length * tokenizer.longest_token
+    if count > most:
+        invalid(f"{field} has {count} characters; the context of {model.context_length} tokens holds fewer than {most}")
 
 
 def require_tokenizer(field: str, model: ServedModel) -> Tokenizer:

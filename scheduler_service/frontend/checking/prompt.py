@@ -1,13 +1,13 @@
 """Converts a text, chat or list of token ids to the prompt of a decoder or an encoder, and tokens to text."""
 
-import asyncio
 from array import array
 from typing import NamedTuple
 
 from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.core import EncoderInput, PromptItem
+from scheduler_service.frontend.checking.chat import encode_chat
 from scheduler_service.frontend.checking.checks import (
-    MAX_MESSAGES,
+    check_characters_of_context,
     check_context,
     check_length,
     check_token_ids,
@@ -18,9 +18,7 @@ from scheduler_service.frontend.checking.checks import (
 from scheduler_service.frontend.checking.prompt_parts import encode_parts
 from scheduler_service.frontend.checking.sound_features import read_sound
 from scheduler_service.frontend.model import ServedModel
-from scheduler_service.frontend.rendering.chat_input import ChatInput, EncodedChat, RawMessage
-from scheduler_service.frontend.rendering.encoding_errors import TemplateError, TooManyTokensError
-from scheduler_service.frontend.text.tokenization import Tokenizer
+from scheduler_service.frontend.rendering.encoding_errors import TooManyTokensError
 
 MAX_TOKENIZE = 1 << 17
 """Largest number of tokens of a Tokenize call. For a model with a longer context, the context length is the limit."""
@@ -30,9 +28,6 @@ MAX_DETOKENIZED_CHARACTERS = 1_000_000
 """Largest number of characters of a Detokenize answer, which then has at most 4 MB, a size that any gRPC client
 accepts.
 """
-MESSAGES_AT_ONCE = 512
-"""Largest number of chat messages that are read in one turn of the event loop."""
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class Prompt(NamedTuple):
@@ -70,14 +65,14 @@ async def encode_prompt(message: pb.GenerateRequest | pb.TokenizeRequest, model:
         elif kind == "text":
             tokenizer = require_tokenizer("text", model)
             text = message.text
-            _check_characters("text", len(text), model, tokenizer)
+            check_characters_of_context("text", len(text), model, tokenizer)
             parse = message.parse_special_tokens
             prompt = await take_token_ids(
                 await tokenizer.encode(text, most=most, parse_special_tokens=parse, aside=aside)
             )
         elif kind == "chat":
-            token_ids, end = await _encode_chat(message, model, most, aside=aside)
-            prompt = await take_token_ids(token_ids)
+            built, end = await encode_chat(message, model, most, aside=aside)
+            prompt, items = built.token_ids, tuple(built.items)
         elif kind == "parts" and isinstance(message, pb.GenerateRequest):
             parts = await encode_parts(message, model)
             prompt, items = parts.token_ids, tuple(parts.items)
@@ -123,71 +118,6 @@ async def decode_tokens(message: pb.DetokenizeRequest, model: ServedModel) -> pb
             "so send fewer at a time"
         )
     return pb.DetokenizeResponse(text=text)
-
-
-async def _encode_chat(
-    message: pb.GenerateRequest | pb.TokenizeRequest, model: ServedModel, most: int, *, aside: bool
-) -> EncodedChat:
-    chat, tokenizer = message.chat, require_tokenizer("chat", model)
-    if not tokenizer.has_chat_template:
-        invalid("chat is not possible with this model: it has no chat template; use text or token_ids")
-    if not chat.messages:
-        invalid("chat.messages is empty; at least one message is needed")
-    check_length("chat.messages", len(chat.messages), min(MAX_MESSAGES, model.context_length))
-    _check_settings(chat, tokenizer)
-    messages = await _read_messages(chat, tokenizer)
-    _check_characters("chat", sum(len(content) for _, content, _ in messages), model, tokenizer)
-    begins_answer = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
-    given = ChatInput(
-        messages,
-        tools=chat.tools,
-        documents=chat.documents,
-        template_arguments=chat.template_arguments,
-        adds_generation_prompt=begins_answer and not chat.continue_final_message,
-        continues=chat.continue_final_message,
-        parses_special_tokens=message.parse_special_tokens,
-    )
-    try:
-        return await tokenizer.encode_chat(given, most=most, aside=aside)
-    except TemplateError as error:
-        invalid(str(error))
-
-
-def _check_settings(chat: pb.Chat, tokenizer: Tokenizer) -> None:
-    for name in ("tools", "documents"):
-        if getattr(chat, name) and not tokenizer.template_names(name):
-            invalid(f"chat.{name} is set, and the model's chat template reads no {name}")
-    if not chat.continue_final_message:
-        return
-    if chat.add_generation_prompt:
-        invalid(
-            "chat.continue_final_message and chat.add_generation_prompt are both true; a prompt cannot end with the "
-            "last message and with the beginning of another"
-        )
-    if not chat.messages[-1].content.strip():
-        invalid("chat.continue_final_message is true, and the last message has no content that could be continued")
-
-
-async def _read_messages(chat: pb.Chat, tokenizer: Tokenizer) -> list[RawMessage]:
-    messages: list[RawMessage] = []
-    knows_developers = tokenizer.template_names("developer")
-    for position, message in enumerate(chat.messages):
-        role = message.role
-        if role not in ROLES:
-            invalid(f"chat.messages[{position}].role is {role[:32]!r}; it must be one of {', '.join(ROLES)}")
-        if role == "developer" and not knows_developers:
-            role = "system"
-        messages.append((role, message.content, message.fields))
-        if len(messages) % MESSAGES_AT_ONCE == 0:
-            await asyncio.sleep(0)
-    return messages
-
-
-def _check_characters(field: str, count: int, model: ServedModel, tokenizer: Tokenizer) -> None:
-    """Refuse a text that would exceed the context even if each token were the vocabulary's longest token."""
-    most = model.context_length * tokenizer.longest_token
-    if count > most:
-        invalid(f"{field} has {count} characters; the context of {model.context_length} tokens holds fewer than {most}")
 
 
 async def read_encoder_prompt(message: pb.GenerateRequest, model: ServedModel) -> EncoderInput | None:

@@ -11,6 +11,7 @@ from pagewire_common.calls.errors import RequestError
 from pagewire_common.prompt_embeds import MAX_BYTES, EmbeddingsHeader, read_embeddings_header
 from scheduler_service.access.caller import caller
 from scheduler_service.frontend.checking.checks import (
+    MAX_PARTS,
     check_context,
     check_length,
     invalid,
@@ -21,7 +22,6 @@ from scheduler_service.frontend.checking.prompt_builder import PromptBuilder
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.rendering.encoding_errors import TooManyTokensError
 
-MAX_PARTS = 256
 _EXPONENTS = {"F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F80_0000}
 """The bits of an exponent, which are all set in NaN and infinity."""
 

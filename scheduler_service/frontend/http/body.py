@@ -1,6 +1,7 @@
 """Reads the JSON body of an HTTP request into fields that are all known."""
 
 import asyncio
+import binascii
 from collections.abc import Set
 from typing import Annotated, Any, TypeVar
 
@@ -15,7 +16,9 @@ from scheduler_service.frontend.http.limits import Held
 MAX_TEXTS = 2048
 """Largest number of texts of an HTTP request, as over gRPC."""
 MAX_VALUES = 1 << 15
-"""Values and escapes in a body beyond the size of a request without prompt_embeds."""
+"""Values and escapes in a body beyond the size of a request without prompt_embeds and images."""
+DECODED_AT_ONCE = 1 << 20
+"""Characters of base64 that are decoded in one turn of the event loop."""
 VALUE_BYTES = 64
 """Bytes of a parsed value. An empty object of two characters takes 64 bytes."""
 Number = Annotated[int, Field(ge=0, lt=1 << 32)]
@@ -85,7 +88,7 @@ async def check_simple(body: bytes, most_bytes: int) -> int:
         return sum(int(np.count_nonzero(characters == mark)) for mark in b",{[\\")
 
     if (num_marks := await asyncio.to_thread(count)) > MAX_VALUES:
-        raise _too_large(len(body), most_bytes)
+        raise too_large(len(body), most_bytes)
     return VALUE_BYTES * num_marks
 
 
@@ -134,7 +137,7 @@ async def read_body(request: web.Request, held: Held, most_bytes: int, seconds: 
         async with asyncio.timeout(seconds):
             async for piece in request.content.iter_any():
                 if len(body) + len(piece) > most_bytes:
-                    raise _too_large(len(body) + len(piece), most_bytes)
+                    raise too_large(len(body) + len(piece), most_bytes)
                 held.take(len(piece))
                 body += piece
     except TimeoutError:
@@ -145,11 +148,23 @@ async def read_body(request: web.Request, held: Held, most_bytes: int, seconds: 
 def check_length(request: web.Request, most_bytes: int) -> None:
     """Raise HttpError if Content-Length is too large."""
     if (num_bytes := request.content_length or 0) > most_bytes:
-        raise _too_large(num_bytes, most_bytes)
+        raise too_large(num_bytes, most_bytes)
 
 
-def _too_large(num_bytes: int, most_bytes: int) -> HttpError:
-    return HttpError(413, "too_large", f"the body has {num_bytes} bytes or more; it may have {most_bytes}")
+def too_large(num_bytes: int, most_bytes: int, what: str = "or more") -> HttpError:
+    return HttpError(413, "too_large", f"the body has {num_bytes} bytes {what}; it may have {most_bytes}")
+
+
+async def decode_base64(place: str, text: str) -> bytes:
+    """Decode a text in turns of the event loop. Raises HttpError, which begins with `place`."""
+    decoded = bytearray()
+    for start in range(0, len(text), DECODED_AT_ONCE):
+        try:
+            decoded += binascii.a2b_base64(text[start : start + DECODED_AT_ONCE], strict_mode=True)
+        except ValueError as error:
+            raise invalid(f"{place} is not base64: {error}", place.partition("[")[0]) from None
+        await asyncio.sleep(0)  # lets other tasks run
+    return bytes(decoded)
 
 
 def _refusal(error: ValidationError, place: str = "") -> HttpError:

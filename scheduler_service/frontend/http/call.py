@@ -12,7 +12,8 @@ from pagewire_common.calls.request_limits import request_size
 from scheduler_service.access.caller import caller, tenant_of
 from scheduler_service.frontend.http.body import Part, check_simple, parse, parse_names, parsed_bytes, read_body
 from scheduler_service.frontend.http.errors import HttpError, invalid
-from scheduler_service.frontend.http.limits import MAX_EMBEDS_BYTES, MAX_SOUND_FORM_BYTES, Held
+from scheduler_service.frontend.http.images.image_reader import ImageReader
+from scheduler_service.frontend.http.limits import MAX_ITEM_BYTES, MAX_SOUND_FORM_BYTES, Held
 from scheduler_service.frontend.http.resuming.event_ids import FIRST, HEADER, EventIds
 from scheduler_service.frontend.http.resuming.event_stream import EventStream
 from scheduler_service.frontend.http.service import Metadata, Service
@@ -41,6 +42,7 @@ class Call:
     request_id: str = ""
     body: bytes = b""
     body_digest: bytes = b""
+    num_body_bytes: int = 0
 
     @property
     def most_bytes(self) -> int:
@@ -52,19 +54,20 @@ class Call:
         """Largest size in bytes of a body with an audio file."""
         return self.service.link.request_limits().num_opaque_bytes + MAX_SOUND_FORM_BYTES
 
-    @property
-    def most_embeds_bytes(self) -> int:
-        """Largest size of prompt_embeds in base64; 0 if requests may not have them. Parsing a body of this size takes
-        8 ms."""
-        model = self.service.link.loading.model
-        return MAX_EMBEDS_BYTES * 4 // 3 if model is not None and model.prompt_embeds_size else 0
-
-    async def fields(self, kind: type[AnyFields], *, takes_embeds: bool = False) -> AnyFields:
+    async def fields(
+        self, kind: type[AnyFields], *, takes_embeds: bool = False, takes_images: bool = False
+    ) -> AnyFields:
         """Read and validate the JSON body. The body's memory stays reserved until the call ends. Raises HttpError.
 
-        `takes_embeds`: the body may also have prompt_embeds in base64, if requests may have them.
+        `takes_embeds`, `takes_images`: the body may also have prompt_embeds or images in base64, if the model reads
+        them. Parsing them takes up to 8 ms.
         """
-        body = await self._read(self.most_bytes + (self.most_embeds_bytes if takes_embeds else 0))
+        model = self.service.link.loading.model
+        is_long = model is not None and (
+            (takes_embeds and model.prompt_embeds_size > 0) or (takes_images and model.reads_images)
+        )
+        body = await self._read(self.most_bytes + (MAX_ITEM_BYTES * 4 // 3 if is_long else 0))
+        self.num_body_bytes = len(body)
         is_large = len(body) > self.most_bytes
         self.held.take(await check_simple(body, self.most_bytes) if is_large else parsed_bytes(body))
         hashed = blake2b()
@@ -105,6 +108,10 @@ class Call:
         if last_id in ("", FIRST):
             return EventStream(self.request, num_outputs, ids)
         return EventStream(self.request, num_outputs, ids, *ids.read(last_id, num_outputs))
+
+    def images(self, model: ServedModel) -> ImageReader:
+        held, num_bytes = self.held, self.num_body_bytes
+        return ImageReader(model.reads_images, model.reads, self.service.media, held, num_bytes, self.most_bytes)
 
     async def model(self) -> ServedModel:
         """The served model. Raises RequestError."""

@@ -11,8 +11,8 @@ HELD_BYTES = 256 << 20
 """Bytes of memory for the bodies and whole answers of all HTTP requests of a front end. An audio file may count up to
 three times, once for each copy.
 """
-MAX_EMBEDS_BYTES = 8 << 20
-"""Bytes of the prompt_embeds of a body, before they are encoded as base64."""
+MAX_ITEM_BYTES = 8 << 20
+"""Bytes of the prompt_embeds or the images of a body, before they are encoded as base64."""
 MAX_SOUND_FORM_BYTES = 1 << 20
 """Bytes of a form with an audio file, in addition to the file."""
 

@@ -9,6 +9,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Collection
 from typing import Any
 
 import structlog
@@ -24,6 +25,7 @@ from scheduler_service.access.caller import caller
 from scheduler_service.frontend.http.call import Call
 from scheduler_service.frontend.http.cors import Origins
 from scheduler_service.frontend.http.errors import RETRY_AFTER, HttpError, grpc_name, http_status, invalid, refused_by
+from scheduler_service.frontend.http.images.fetching import Media
 from scheduler_service.frontend.http.limits import Held, Limits, Room, client_of
 from scheduler_service.frontend.http.page.routes import Page
 from scheduler_service.frontend.http.port import Port, Runner
@@ -52,7 +54,10 @@ _PRINTABLE = re.compile(r"[ -~]{1,512}")
 
 
 class HttpServer:
-    """Serves HTTP for the engine behind `link`, from `start` to `stop`. Create the server inside the event loop."""
+    """Serves HTTP for the engine behind `link`, from `start` to `stop`. Create the server inside the event loop.
+
+    `media_hosts`: hosts from which images are fetched.
+    """
 
     def __init__(
         self,
@@ -62,11 +67,12 @@ class HttpServer:
         origins: Origins | None = None,
         *,
         has_page: bool = True,
+        media_hosts: Collection[str] = (),
     ) -> None:
         self._link, self._limits, self._security = link, limits, security
         self._page = Page(link) if has_page else None
         self._origins = origins or Origins()
-        self._service = Service(link)
+        self._service = Service(link, Media(media_hosts))
         self._room = Room()
         self._texts = TokenTexts()
         self._lines = Lines()

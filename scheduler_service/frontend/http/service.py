@@ -20,6 +20,7 @@ from scheduler_service.frontend.chat.tool_grammar import ModelTokens
 from scheduler_service.frontend.chat.tool_grammars import ToolGrammars
 from scheduler_service.frontend.chat.tools import Tool
 from scheduler_service.frontend.http.chats.chat_answers import ChatAnswers, ChatDelta
+from scheduler_service.frontend.http.images.fetching import Media
 from scheduler_service.frontend.http.resuming.event_ids import Position
 from scheduler_service.frontend.http.resuming.replay import Replay, Replayed
 from scheduler_service.frontend.link.engine_call import EngineCall
@@ -78,10 +79,11 @@ class ChatRequest:
 
 
 class Service:
-    """The methods of InferenceService, for HTTP requests of this process."""
+    """The methods of InferenceService, for HTTP requests of this process. `media`: fetches images; by default none."""
 
-    def __init__(self, link: EngineLink) -> None:
+    def __init__(self, link: EngineLink, media: Media | None = None) -> None:
         self.link = link
+        self.media = media or Media()
         self._servicer = InferenceServicer(link)
         self._grammars: dict[ChatSyntax, ToolGrammars] = {}  # the model's own, and that of a chat without its tools
 

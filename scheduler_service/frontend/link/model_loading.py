@@ -10,7 +10,7 @@ from pagewire.v1 import engine_service_pb2 as pb
 from pagewire_common.processes.temporary import TemporaryFolder
 from scheduler_service.frontend.link.engine_connection import EngineConnection
 from scheduler_service.frontend.model import ServedModel
-from scheduler_service.frontend.text.tokenization import without_panic
+from scheduler_service.frontend.text.panics import without_panic
 
 MAX_REASON = 300
 

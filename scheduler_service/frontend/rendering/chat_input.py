@@ -9,9 +9,11 @@ from typing import NamedTuple
 END_CHARACTERS = 2000
 """Number of characters at the end of a rendered chat that are kept as text, for example to find an open `<think>`."""
 
-RawMessage = tuple[str, str, str]
+Content = str | tuple[str | None, ...]
+"""A text, or parts: texts, and None for an image."""
+RawMessage = tuple[str, Content, str]
 """A message's role, content and further fields; the fields are a JSON text, or empty."""
-RawChat = tuple[tuple[RawMessage, ...], str, str, str, bool, bool, bool]
+RawChat = tuple[tuple[RawMessage, ...], str, str, str, bool, bool, bool, str]
 """The attributes of a `ChatInput`, in their order, as `marshal` can write them."""
 
 
@@ -22,6 +24,7 @@ class ChatInput:
     `tools`, `documents`, `template_arguments`: JSON texts, or empty.
     `continues`: the rendered text ends with the content of the last message.
     `parses_special_tokens`: special tokens that are spelled out in the chat count as special tokens.
+    `placeholder`: the text of an image in a content, for chat templates that read only texts.
     """
 
     messages: Sequence[RawMessage]
@@ -31,6 +34,7 @@ class ChatInput:
     adds_generation_prompt: bool = True
     continues: bool = False
     parses_special_tokens: bool = False
+    placeholder: str = ""
 
     def raw(self) -> RawChat:
         return (
@@ -41,6 +45,7 @@ class ChatInput:
             self.adds_generation_prompt,
             self.continues,
             self.parses_special_tokens,
+            self.placeholder,
         )
 
 

@@ -63,6 +63,10 @@ class ChatMarks:
                     raise TooManyTokensError
         return "".join(parts)
 
+    def spells_special(self, text: str) -> bool:
+        """Whether a text, whose special tokens are hidden, spells another one."""
+        return any(word for _, word in self._special.finder.find(text))
+
     def show(self, text: str) -> str:
         """Replace the marks in a template's message by their special tokens."""
         return MarkedText(text, self.begin, self.end, self._special.words).shown(text)

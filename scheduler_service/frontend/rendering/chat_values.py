@@ -7,6 +7,7 @@ from scheduler_service.frontend.rendering.bounded_json import Values, parse
 from scheduler_service.frontend.rendering.chat_input import RawChat
 from scheduler_service.frontend.rendering.chat_marks import ChatMarks
 from scheduler_service.frontend.rendering.chat_template import ChatTemplate
+from scheduler_service.frontend.rendering.content import ContentReader, content_forms
 from scheduler_service.frontend.rendering.encoding_errors import TemplateError
 from scheduler_service.frontend.rendering.tool_arguments import read_calls
 
@@ -21,11 +22,12 @@ _PROBE = "\N{EM SPACE}"
 
 def read_chat(chat: RawChat, template: ChatTemplate, marks: ChatMarks) -> dict[str, Any]:
     """The variables of the chat template. Raises TemplateError and TooManyTokensError."""
-    raw_messages, tools, documents, arguments, adds_generation_prompt, continues, parses_special_tokens = chat
-    values = Values(str if parses_special_tokens else marks.hide)
+    raw_messages, tools, documents, arguments, adds_generation_prompt, continues, parses, placeholder = chat
+    values = Values(str if parses else marks.hide)
+    contents = ContentReader(content_forms(template), marks, placeholder, parses_special_tokens=parses)
     messages = []
     for position, (role, content, fields) in enumerate(raw_messages):
-        message = {"role": role, "content": content if parses_special_tokens else marks.hide(content)}
+        message = {"role": role, "content": contents.read(f"chat.messages[{position}]", content)}
         if fields:
             message |= _fields(f"chat.messages[{position}]", fields, values)
         messages.append(message)
@@ -109,4 +111,8 @@ def _parsed_object(name: str, text: str) -> dict[str, Any]:
 def _mark_the_end(message: dict[str, Any], marks: ChatMarks) -> None:
     if message.get("tool_calls"):
         raise TemplateError("chat.continue_final_message is true, and the last message has tool_calls")
-    message["content"] += marks.last + _PROBE
+    end = marks.last + _PROBE
+    if isinstance(content := message["content"], str):
+        message["content"] = content + end
+    else:
+        content[-1]["text"] += end  # the last part is a text

@@ -23,6 +23,7 @@ from tokenizers.decoders import DecodeStream
 from scheduler_service.frontend.rendering.chat_input import END_CHARACTERS, ChatInput, EncodedChat
 from scheduler_service.frontend.rendering.chat_marks import MarkedText
 from scheduler_service.frontend.rendering.encoding_errors import TooManyTokensError
+from scheduler_service.frontend.text.panics import without_panic
 from scheduler_service.frontend.text.tokenizer_loading import load_tokenizer
 
 # Prompt tokens with which a detokenizer starts, because some tokenizers drop a space at the start of a text.
@@ -46,20 +47,6 @@ CHARACTERS_AT_ONCE = 1 << 12
 PIECES_AT_ONCE = 256
 
 MAX_TOKENS = 1 << 20
-
-
-class PanicError(RuntimeError):
-    """An internal failure of the tokenizers library."""
-
-
-def without_panic(function: Callable[[], T]) -> T:
-    """Call a Rust function. Raises PanicError instead of the library's panic, which is not an `Exception`."""
-    try:
-        return function()
-    except BaseException as error:
-        if type(error).__name__ == "PanicException":  # the class PanicException cannot be imported
-            raise PanicError(f"the tokenizers library has failed: {error}") from None
-        raise
 
 
 Text = str | tuple[str, str]
@@ -168,6 +155,10 @@ class Tokenizer:
         found: int | None = self._parsing.token_to_id(token)
         return found
 
+    def token(self, token_id: int) -> str:
+        """A token as the vocabulary spells it; "" for an unknown id."""
+        return self._parsing.id_to_token(token_id) or ""
+
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         def decode() -> str:
             (text,) = self._parsing.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
@@ -196,7 +187,7 @@ class Tokenizer:
 
     async def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """Each token as the vocabulary spells it, such as `Ġword` for a word behind a space; "" for an unknown id."""
-        return await self._on_thread(lambda: [self._parsing.id_to_token(one) or "" for one in token_ids], aside=True)
+        return await self._on_thread(lambda: list(map(self.token, token_ids)), aside=True)
 
     def detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> "Detokenizer":
         shown = self._not_special if skip_special_tokens else self._known

@@ -7,15 +7,16 @@ from scheduler_service.frontend.http.anthropic.history import read_messages
 from scheduler_service.frontend.http.body import parse_part
 from scheduler_service.frontend.http.chats.thinking import check_budget, thinking_fields
 from scheduler_service.frontend.http.errors import invalid
+from scheduler_service.frontend.http.images.image_reader import ImageReader
 from scheduler_service.frontend.http.openai.chat_fields import ChatFields
 from scheduler_service.frontend.model import ServedModel
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-async def chat_fields(fields: CountFields, model: ServedModel) -> ChatFields:
+async def chat_fields(fields: CountFields, model: ServedModel, images: ImageReader) -> ChatFields:
     """The fields of a chat with the same meaning. Large fields are emptied. Raises HttpError and RequestError."""
-    messages = await read_messages(fields.system, fields.messages)
+    messages = await read_messages(fields.system, fields.messages, images)
     given: dict[str, Any] = {
         "model": fields.model,
         "messages": messages,

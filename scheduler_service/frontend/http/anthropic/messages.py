@@ -28,17 +28,19 @@ NOT_ENDED = dict.fromkeys(("stop_reason", "stop_sequence", "stop_details", "cont
 
 
 async def messages(call: Call) -> web.StreamResponse:
-    fields = await call.fields(MessagesFields)
+    fields = await call.fields(MessagesFields, takes_images=True)
     model = await call.model()
     return await _Message(call, fields, model).answer()
 
 
 async def count_tokens(call: Call) -> web.StreamResponse:
     """Count the tokens of a prompt that /v1/messages would use for the same fields."""
-    fields = await call.fields(CountFields)
+    fields = await call.fields(CountFields, takes_images=True)
     model = await call.model()
     adapter = call.adapter(fields.model, model)
-    request = await chat_request(await chat_fields(fields, model), model, adapter, "", call.service)
+    images = call.images(model)
+    chat = await chat_fields(fields, model, images)
+    request = await chat_request(chat, model, adapter, "", call.service, images)
     with EngineCall(call.service.link) as admitted:
         await admitted.admit_side_call(request_size.get())
         prompt = await encode_prompt(pb.TokenizeRequest(chat=request.asked.chat), model)
@@ -58,9 +60,10 @@ class _Message:
 
     async def answer(self) -> web.StreamResponse:
         fields, service, model = self._fields, self._call.service, self._model
-        chat, adapter = await chat_fields(fields, model), self._call.adapter(fields.model, model)
+        images, adapter = self._call.images(model), self._call.adapter(fields.model, model)
+        chat = await chat_fields(fields, model, images)
         message_id = f"msg_{self._base}"
-        request = await chat_request(chat, model, adapter, message_id, service, fits_max_tokens=True)
+        request = await chat_request(chat, model, adapter, message_id, service, images, fits_max_tokens=True)
         self._blocks = Blocks(self._base, request.syntax.call_id, chat.include_reasoning)
         self._events.prepare(request.asked)
         try:

@@ -42,24 +42,30 @@ _REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
 
 async def chat(call: Call) -> web.StreamResponse:
-    fields = await call.fields(ChatBody)
+    fields = await call.fields(ChatBody, takes_images=True)
     model = await call.model()
     answer = _Answer(call, fields, model, is_chat=True)
     return await answer.send(fields.messages, fields.tools)
 
 
 async def generate(call: Call) -> web.StreamResponse:
-    fields = await call.fields(GenerateBody)
+    fields = await call.fields(GenerateBody, takes_images=True)
     model = await call.model()
     answer = _Answer(call, fields, model, is_chat=False)
-    if not fields.prompt:
+    if not fields.prompt and not fields.images:
         return await answer.send([])
+    if fields.images and not model.reads_images:
+        raise invalid(f"images is set, and this model reads {model.reads}", "images")
+    if fields.raw and fields.images:
+        raise invalid("images cannot be combined with raw, because raw uses no chat template", "images")
     if fields.raw and fields.system is not None:
         raise invalid("system cannot be combined with raw, because raw uses no chat template", "system")
     if fields.raw:
         return await answer.send([{"role": "user", "content": ""}], raw=fields.prompt)
     system = [] if fields.system is None else [{"role": "system", "content": fields.system}]
-    return await answer.send([*system, {"role": "user", "content": fields.prompt}])
+    said = {"role": "user", "content": fields.prompt, "images": fields.images}
+    fields.images = None
+    return await answer.send([*system, said])
 
 
 class _Answer:
@@ -81,7 +87,8 @@ class _Answer:
         if not messages:
             return web.json_response(self._shown({"content": ""}) | {"done": True, "done_reason": "load"})
         chat = await chat_fields(fields, messages, tools, model)
-        request = await chat_request(chat, model, adapter, f"ollama-{self._base}", service, fits_max_tokens=True)
+        name, images = f"ollama-{self._base}", self._call.images(model)
+        request = await chat_request(chat, model, adapter, name, service, images, fits_max_tokens=True)
         if raw is not None:
             request.asked.text = raw
             request.asked.parse_special_tokens = True  # the client has applied a template of its own
@@ -190,6 +197,7 @@ async def show(call: Call) -> web.StreamResponse:
     details = _details(model)
     family, is_text = details["family"], "generate" in found.tasks
     able = {"completion": is_text, "tools": is_text and found.has_chat_template, "thinking": can_think(model)}
+    able["vision"] = model.reads_images
     able["embedding"] = "embed" in found.tasks
     sizes = {"context_length": found.context_length, "embedding_length": found.embedding_size}
     shown = {

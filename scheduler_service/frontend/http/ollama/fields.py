@@ -5,12 +5,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from scheduler_service.frontend.checking.checks import MAX_MESSAGES, check_length
+from scheduler_service.frontend.checking.checks import MAX_MESSAGES, MAX_PARTS, check_length
 from scheduler_service.frontend.http.body import MAX_TEXTS, Part, parse_part
 from scheduler_service.frontend.http.call import Call
-from scheduler_service.frontend.http.chats.json_values import read_object, shown, shown_key
+from scheduler_service.frontend.http.chats.json_values import read_object, read_text, shown, shown_key
 from scheduler_service.frontend.http.chats.thinking import can_think, thinking_fields
 from scheduler_service.frontend.http.errors import invalid
+from scheduler_service.frontend.http.images.image_reader import ImageSource, content_of
 from scheduler_service.frontend.http.openai.chat_fields import MAX_TOOLS, ChatFields
 from scheduler_service.frontend.http.openai.history import MESSAGES_AT_ONCE
 from scheduler_service.frontend.model import ServedModel
@@ -56,6 +57,7 @@ class GenerateBody(TextFields):
     prompt: str = ""
     system: str | None = None
     raw: bool = False
+    images: Annotated[list[str], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
 
 
 class EmbedBody(ModelFields):
@@ -82,7 +84,7 @@ async def chat_fields(fields: TextFields, messages: list[dict[str, Any]], tools:
     for number, message in enumerate(messages):
         if number and number % MESSAGES_AT_ONCE == 0:
             await asyncio.sleep(0)
-        given["messages"].append(_message(f"messages[{number}]", message))
+        given["messages"].append(_message(f"messages[{number}]", message, model))
     messages.clear()
     if tools:
         given["tools"] = [{"type": "function", **tool} for tool in tools]
@@ -103,16 +105,27 @@ async def chat_fields(fields: TextFields, messages: list[dict[str, Any]], tools:
     return parse_part(given, ChatFields, "")
 
 
-def _message(place: str, message: dict[str, Any]) -> dict[str, Any]:
+def _message(place: str, message: dict[str, Any], model: ServedModel) -> dict[str, Any]:
     """A message of OpenAI's API. Its fields are checked where they are converted for the chat template."""
     given = {name: value for name, value in message.items() if value is not None and name != "tool_name"}
-    if given.pop("images", None):
-        raise invalid(f"{place}.images is set, and this model reads text alone", "messages")
+    if images := given.pop("images", None):
+        given["content"] = _content(place, given.get("content", ""), images, model)
     if message.get("tool_name") is not None:
         given["name"] = message["tool_name"]
     if isinstance(calls := given.get("tool_calls"), list):
         given["tool_calls"] = [_call(f"{place}.tool_calls[{number}]", call) for number, call in enumerate(calls)]
     return given
+
+
+def _content(place: str, text: Any, images: Any, model: ServedModel) -> Any:
+    """A content with images, which come before its text."""
+    if not model.reads_images:
+        raise invalid(f"{place}.images is set, and this model reads {model.reads}", "messages")
+    if not isinstance(images, list):
+        raise invalid(f"{place}.images is {shown(images)}; it must be a list", "messages")
+    places = [f"{place}.images[{number}]" for number in range(len(images))]
+    sources = [ImageSource(where, data=read_text(where, image)) for where, image in zip(places, images, strict=True)]
+    return content_of([*sources, read_text(f"{place}.content", text)])
 
 
 def _call(place: str, call: Any) -> dict[str, Any]:

@@ -33,7 +33,7 @@ REASONS = {
 
 
 async def chat(call: Call) -> web.StreamResponse:
-    fields = await call.fields(ChatFields)
+    fields = await call.fields(ChatFields, takes_images=True)
     model = await call.model()
     return await Chat(call, fields, model).answer()
 
@@ -84,7 +84,7 @@ class Chat:
         echoed = fields.echoed
         self._call.held.take(len(echoed) * (fields.n or 1))
         adapter = self._call.adapter(fields.model, model)
-        request = await chat_request(fields, model, adapter, self._id, self._call.service)
+        request = await chat_request(fields, model, adapter, self._id, self._call.service, self._call.images(model))
         self._choices = [
             ChatChoice(self._first + index, self._base, request.syntax.call_id, fields.include_reasoning, [echoed])
             for index in range(fields.n or 1)

@@ -22,6 +22,7 @@ from scheduler_service.frontend.checking.checks import require_tokenizer
 from scheduler_service.frontend.forms.forms import FormError
 from scheduler_service.frontend.http.chats.json_values import json_text
 from scheduler_service.frontend.http.errors import invalid
+from scheduler_service.frontend.http.images.image_reader import ImageReader
 from scheduler_service.frontend.http.openai.chat_fields import ChatFields, NamedTool, ToolField, chat_params
 from scheduler_service.frontend.http.openai.history import read_history
 from scheduler_service.frontend.http.openai.sampling_fields import kept_tokens
@@ -48,6 +49,7 @@ async def chat_request(
     adapter: str,
     request_id: str,
     service: Service,
+    images: ImageReader,
     *,
     fits_max_tokens: bool = False,
 ) -> ChatRequest:
@@ -57,7 +59,7 @@ async def chat_request(
     """
     tokenizer = require_tokenizer("messages", model)
     found = _read_tools(fields)
-    chat = await read_history(fields.messages, tokenizer.template_names)
+    chat = await read_history(fields.messages, tokenizer.template_names, images)
     fields.messages = []
     if found.tools:
         chat.tools = json_text("tools", [tool.model_dump(exclude_none=True) for tool in fields.tools or ()])

@@ -1,13 +1,11 @@
 """The fields of a /v1/completions body."""
 
-import asyncio
-import binascii
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from pagewire.v1 import inference_service_pb2 as pb
-from scheduler_service.frontend.http.body import ListOf, Number, Texts, each_text
+from scheduler_service.frontend.http.body import ListOf, Number, Texts, decode_base64, each_text
 from scheduler_service.frontend.http.errors import invalid
 from scheduler_service.frontend.http.limits import Held
 from scheduler_service.frontend.http.openai.sampling_fields import SamplingFields, check_store, sampling_params
@@ -15,8 +13,6 @@ from scheduler_service.frontend.model import ServedModel
 
 MAX_TOKENS = 16
 """Default number of output tokens, as in OpenAI's API and in vLLM."""
-DECODED_AT_ONCE = 1 << 20
-"""Characters of base64 that are decoded in one turn of the event loop."""
 
 
 class CompletionFields(SamplingFields):
@@ -65,16 +61,5 @@ async def given_prompts(fields: CompletionFields, held: Held) -> list[str | list
             raise invalid(f"{name} is not possible with prompt_embeds, because embeddings have no token ids", name)
     embeds = [given] if isinstance(given, str) else given
     held.take(2 * sum(map(len, embeds)))  # decoded, and in a request
-    found: list[str | list[int] | bytes] = [await _decoded(one) for one in embeds]
+    found: list[str | list[int] | bytes] = [await decode_base64("prompt_embeds", one) for one in embeds]
     return found + (each_text(fields.prompt) if fields.prompt else [])
-
-
-async def _decoded(text: str) -> bytes:
-    decoded = bytearray()
-    for start in range(0, len(text), DECODED_AT_ONCE):
-        try:
-            decoded += binascii.a2b_base64(text[start : start + DECODED_AT_ONCE], strict_mode=True)
-        except ValueError as error:
-            raise invalid(f"prompt_embeds is not base64: {error}", "prompt_embeds") from None
-        await asyncio.sleep(0)  # lets other tasks run
-    return bytes(decoded)

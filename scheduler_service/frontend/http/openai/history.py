@@ -6,12 +6,12 @@ arguments of tool calls, so that no large JSON text is parsed here.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from pagewire.v1 import inference_service_pb2 as pb
+from scheduler_service.frontend.checking.chat import ROLES
 from scheduler_service.frontend.checking.checks import MAX_MESSAGES, check_length, invalid
-from scheduler_service.frontend.checking.prompt import ROLES
 from scheduler_service.frontend.http.chats.json_values import (
     check_keys,
     json_text,
@@ -21,20 +21,32 @@ from scheduler_service.frontend.http.chats.json_values import (
     shown,
     shown_key,
 )
+from scheduler_service.frontend.http.images.image_reader import ContentPart, ImageReader, ImageSource, joined_parts
 
 MESSAGES_AT_ONCE = 64
 """Largest number of messages that are converted in one turn of the event loop. Converting a message takes 10 µs."""
 MAX_PARTS = 4096
 """Largest number of parts, and of tool calls, of a message. They are converted in one turn of the event loop."""
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Types of content parts, and the key of a part that contains the part's text."""
+"""Types of content parts with a text, and the key of a part that contains the part's text."""
+_DETAILS = ("auto", "low", "high", "original")
+"""OpenAI's sizes of images, which have no effect: the size that the model's files state is read."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _DROPPED = ("annotations", "parsed", "parsed_arguments")
 """Fields of answers that say nothing to a model. OpenAI's client adds the last two to the messages that it parses."""
 
 
-async def read_history(messages: Any, template_names: Callable[[str], bool], place: str = "messages") -> pb.Chat:
-    """Convert messages, which are parsed JSON, to a chat without further settings. Raises RequestError.
+class _Message(NamedTuple):
+    place: str
+    role: str
+    parts: Sequence[ContentPart]
+    fields: dict[str, Any]
+
+
+async def read_history(
+    messages: Any, template_names: Callable[[str], bool], images: ImageReader, place: str = "messages"
+) -> pb.Chat:
+    """Convert messages, which are parsed JSON, to a chat without further settings. Raises RequestError and HttpError.
 
     `template_names`: whether the model's chat template names a word (`Tokenizer.template_names`).
     `place`: the name of the messages in errors.
@@ -42,27 +54,50 @@ async def read_history(messages: Any, template_names: Callable[[str], bool], pla
     if not isinstance(messages, list):
         invalid(f"{place} must be a list of messages")
     check_length(place, len(messages), MAX_MESSAGES)
-    chat = pb.Chat()
+    read: list[_Message] = []
     for position, message in enumerate(messages):
         if position and position % MESSAGES_AT_ONCE == 0:
             await asyncio.sleep(0)
-        _add_message(chat, message, template_names, f"{place}[{position}]")
+        read.append(_read(message, template_names, f"{place}[{position}]", images))
+    sources = [part for message in read for part in message.parts if isinstance(part, ImageSource)]
+    images.check_rest(sources)
+    chat = pb.Chat()
+    for position, message in enumerate(read):
+        if position and position % MESSAGES_AT_ONCE == 0:
+            await asyncio.sleep(0)
+        _write(message, chat)
+    found = iter(await images.read(sources))
+    for message in chat.messages:
+        for part in message.parts:
+            if part.HasField("image"):
+                part.image.CopyFrom(next(found))
     return chat
 
 
-def _add_message(chat: pb.Chat, message: Any, template_names: Callable[[str], bool], place: str) -> None:
+def _write(message: _Message, chat: pb.Chat) -> None:
+    fields = json_text(message.place, message.fields) if message.fields else ""
+    written = chat.messages.add(role=message.role, fields=fields)
+    parts = joined_parts(message.parts)  # different parts are different paragraphs for the model
+    if not any(isinstance(part, ImageSource) for part in parts):
+        written.content = "".join(map(str, parts))
+        return
+    for part in parts:
+        written.parts.add(**({"text": part} if isinstance(part, str) else {"image": pb.Image()}))
+
+
+def _read(message: Any, template_names: Callable[[str], bool], place: str, images: ImageReader) -> _Message:
     given = {name: value for name, value in read_object(place, message).items() if value is not None}
     role = given.pop("role", None)
     if role not in ROLES:
         invalid(f"{place}.role is {shown(role)}; it must be one of {', '.join(ROLES)}")
     if "content" not in given and role not in ("assistant", "tool"):
         invalid(f"{place}.content is missing")
-    texts = list(_texts(f"{place}.content", given.pop("content", "")))
+    parts = list(_parts(f"{place}.content", given.pop("content", ""), images))
     fields: dict[str, Any] = {}
     for name, value in given.items():
         where = f"{place}.{shown_key(name)}"
         if name == "refusal":
-            texts.append(read_text(where, value))
+            parts.append(read_text(where, value))
         elif name in ("tool_calls", *_REASONING):
             if role != "assistant":
                 invalid(f"{where} is for messages of the assistant, and this role is {role}")
@@ -75,28 +110,48 @@ def _add_message(chat: pb.Chat, message: Any, template_names: Callable[[str], bo
         elif name == "function_call":
             invalid(f"{where} is the old form of tool calls; use tool_calls")
         elif name == "audio":
-            invalid(f"{where} is set, and this model reads text alone")
+            invalid(f"{where} is set, and this model hears no sounds")
         elif name not in _DROPPED:
             if not template_names(name):
                 invalid(f"{where} is no field of messages, and the model's chat template does not read it")
             fields[name] = value
-    content = "\n".join(text for text in texts if text)
-    chat.messages.add(role=role, content=content, fields=json_text(place, fields) if fields else "")
+    return _Message(place, role, parts, fields)
 
 
-def _texts(place: str, content: Any) -> Iterator[str]:
-    """Yield the text of each part of a content. Different parts are different paragraphs for the model."""
+def _parts(place: str, content: Any, images: ImageReader) -> Iterator[ContentPart]:
+    """Yield the parts of a content."""
     if not isinstance(content, list):
         yield read_text(place, content)
         return
     check_length(place, len(content), MAX_PARTS)
     for number, part in enumerate(content):
         where = f"{place}[{number}]"
+        if isinstance(part, ImageSource):
+            yield part  # of another API
+            continue
         kind = read_object(where, part).get("type")
+        if kind == "image_url" and images.is_possible:
+            yield _image(where, part)
+            continue
         if not isinstance(kind, str) or kind not in _TEXT_PARTS:
-            invalid(f"{where}.type is {shown(kind)}, and this model reads text alone; it must be text or refusal")
+            known = "text, image_url or refusal" if images.is_possible else "text or refusal"
+            invalid(f"{where}.type is {shown(kind)}, and this model reads {images.reads}; it must be {known}")
         check_keys(where, part, ("type", _TEXT_PARTS[kind], *_DROPPED))
         yield read_text(f"{where}.{_TEXT_PARTS[kind]}", part.get(_TEXT_PARTS[kind]))
+
+
+def _image(place: str, part: dict[str, Any]) -> ImageSource:
+    check_keys(place, part, ("type", "image_url"))
+    given = read_object(f"{place}.image_url", part.get("image_url"))
+    check_keys(f"{place}.image_url", given, ("url", "detail"))
+    check_detail(f"{place}.image_url.detail", given.get("detail"))
+    return ImageSource(f"{place}.image_url.url", url=read_text(f"{place}.image_url.url", given.get("url")))
+
+
+def check_detail(place: str, detail: Any) -> None:
+    """Refuse a size of images that OpenAI does not know. Raises RequestError."""
+    if detail not in (None, *_DETAILS):
+        invalid(f"{place} is {shown(detail)}; it must be one of {', '.join(_DETAILS)}")
 
 
 def _calls(place: str, calls: Any) -> list[dict[str, Any]]:

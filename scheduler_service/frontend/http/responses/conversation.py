@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from scheduler_service.frontend.http.errors import invalid
+from scheduler_service.frontend.http.images.image_reader import ContentPart, ImageReader, content_of
 from scheduler_service.frontend.http.responses.items import (
     FunctionCall,
     FunctionCallOutput,
@@ -19,13 +20,16 @@ ITEMS_AT_ONCE = 64
 _FIRST = ("system", "developer")
 
 
-async def read_conversation(instructions: str | None, items: Sequence[tuple[str, dict[str, Any]]]) -> list[Any]:
+async def read_conversation(
+    instructions: str | None, items: Sequence[tuple[str, dict[str, Any]]], images: ImageReader
+) -> list[Any]:
     """The messages of items, each with its place in the request, behind the instructions. Raises HttpError."""
-    found = _Messages(instructions)
+    found = _Messages(instructions, images)
     for number, (place, item) in enumerate(items, 1):
         found.add(item, place)
         if number % ITEMS_AT_ONCE == 0:
             await asyncio.sleep(0)
+    found.end_outputs()
     if not found.messages:
         raise invalid("input has no items", "input")
     return [_joined(message) for message in found.messages]
@@ -34,26 +38,35 @@ async def read_conversation(instructions: str | None, items: Sequence[tuple[str,
 def _joined(message: dict[str, Any]) -> dict[str, Any]:
     """A message whose texts are joined, once all texts are known: joining at each text would take quadratic time."""
     between = "\n\n" if message["role"] in _FIRST else "\n"
-    joined = message | {"content": between.join(message["content"])}
+    joined = message | {"content": content_of(message["content"], between)}
     if "reasoning_content" in message:
         joined["reasoning_content"] = "\n".join(message["reasoning_content"])
     return joined
 
 
 class _Messages:
-    """Messages so far, with lists of texts. `instructions`: the text of the first message, if any."""
+    """Messages so far, with lists of texts and images. `instructions`: the text of the first message, if any.
 
-    def __init__(self, instructions: str | None) -> None:
+    The images of a function's output are in a message of the user behind it, because few chat templates read images in
+    outputs.
+    """
+
+    def __init__(self, instructions: str | None, images: ImageReader) -> None:
+        self._reader = images
+        self._images: list[ContentPart] = []  # of outputs
         self.messages: list[dict[str, Any]] = []
         if instructions:
             self.messages.append({"role": "system", "content": [instructions]})
 
     def add(self, given: dict[str, Any], place: str) -> None:
-        match read_item(given, place):
+        item = read_item(given, place)
+        if not isinstance(item, FunctionCallOutput):
+            self.end_outputs()
+        match item:
             case Message(role="assistant") as message:
-                self._say(message.text(place))
+                self._turn()["content"] += message.parts(place, self._reader)
             case Message(role=role) as message:
-                self._ask(role, message.text(place))
+                self._ask(role, message.parts(place, self._reader))
             case Reasoning() as reasoning:
                 self._think(reasoning.text(place))
             case FunctionCall() as call:
@@ -61,21 +74,27 @@ class _Messages:
                 said = {"id": call.call_id, "type": "function", "function": function}
                 self._turn().setdefault("tool_calls", []).append(said)
             case FunctionCallOutput() as output:
-                told = {"role": "tool", "tool_call_id": output.call_id, "content": [output.text(place)]}
+                parts = output.parts(place, self._reader)
+                self._images += [part for part in parts if not isinstance(part, str)]
+                texts = [part for part in parts if isinstance(part, str)]
+                told = {"role": "tool", "tool_call_id": output.call_id, "content": texts}
                 self.messages.append(told)
             case ItemReference(id=item_id):
                 reason = "is no item of a stored response; send the item itself, or store responses with store: true"
                 raise invalid(f"{place}: {item_id[:64]!r} {reason}", "input")
 
-    def _ask(self, role: str, text: str) -> None:
+    def end_outputs(self) -> None:
+        """Add a message with the images of the outputs before."""
+        if self._images:
+            self.messages.append({"role": "user", "content": self._images})
+            self._images = []
+
+    def _ask(self, role: str, parts: list[ContentPart]) -> None:
         """Add a message. Many chat templates read one message of the system, so the first ones become one message."""
         if role in _FIRST and self.messages and all(one["role"] in _FIRST for one in self.messages):
-            self.messages[-1]["content"].append(text)
+            self.messages[-1]["content"] += parts
         else:
-            self.messages.append({"role": role, "content": [text]})
-
-    def _say(self, text: str) -> None:
-        self._turn()["content"] += [text] if text else []
+            self.messages.append({"role": role, "content": parts})
 
     def _think(self, text: str) -> None:
         """Add reasoning, which begins a turn of its own behind a text or a call."""

@@ -8,6 +8,7 @@ from aiohttp import web
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.calls.errors import RequestError
+from scheduler_service.frontend.http.body import too_large
 from scheduler_service.frontend.http.call import Call
 from scheduler_service.frontend.http.chats.chat_answers import ChatDelta
 from scheduler_service.frontend.http.errors import HttpError, failed, refused_by
@@ -35,7 +36,7 @@ _LAST_EVENTS = {"completed": "response.completed", "failed": "response.failed"}
 
 
 async def create_response(call: Call) -> web.StreamResponse:
-    fields = await call.fields(ResponseFields)
+    fields = await call.fields(ResponseFields, takes_images=True)
     return await _Creation(call, fields, await call.model()).answer()
 
 
@@ -84,12 +85,15 @@ class _Creation:
         places = [("previous_response_id", item) for item in before]
         places += [(f"input[{number}]", item) for number, item in enumerate(given)]
         if fields.store:
+            if (num_bytes := self._call.num_body_bytes) > self._call.most_bytes:
+                raise too_large(num_bytes, self._call.most_bytes, "and store is true")
             self._items_before = stored.items_to_store([*before, *given])
             self._call.held.take(len(self._items_before))
         fields.input = ""
-        chat = chat_fields(fields, await read_conversation(fields.instructions, places))
+        images = self._call.images(self._model)
+        chat = chat_fields(fields, await read_conversation(fields.instructions, places, images))
         adapter = self._call.adapter(fields.model, self._model)
-        return await chat_request(chat, self._model, adapter, f"resp_{self._base}", service)
+        return await chat_request(chat, self._model, adapter, f"resp_{self._base}", service, images)
 
     async def _add(self, delta: ChatDelta) -> None:
         message = delta.message

@@ -1,4 +1,4 @@
-"""Input items: each type of item with the fields that it may have. Pictures, files and hosted tools are refused."""
+"""Input items: each type of item with the fields that it may have. Files and hosted tools are refused."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -7,6 +7,7 @@ from pydantic import Field
 
 from scheduler_service.frontend.http.body import Part, parse_part
 from scheduler_service.frontend.http.errors import HttpError, invalid
+from scheduler_service.frontend.http.images.image_reader import ContentPart, ImageReader, ImageSource, joined_parts
 from scheduler_service.frontend.http.responses.fields import Id
 from scheduler_service.frontend.http.responses.reasoning_content import decode_reasoning
 
@@ -27,6 +28,14 @@ class RefusalPart(Part):
     refusal: str
 
 
+class ImagePart(Part):
+    """An image. `detail` has no effect: the size that the model's files state is read."""
+
+    type: Literal["input_image"]
+    image_url: str
+    detail: Literal["auto", "low", "high", "original"] | None = None
+
+
 class ReasoningPart(Part):
     type: Literal["summary_text", "reasoning_text", "text"]
     text: str
@@ -45,8 +54,9 @@ class Message(Item):
     content: str | Parts
     phase: Literal["commentary", "final_answer"] | None = None
 
-    def text(self, place: str) -> str:
-        return joined_text(self.content, f"{place}.content")
+    def parts(self, place: str, images: ImageReader) -> list[ContentPart]:
+        """Raises HttpError."""
+        return read_content(self.content, f"{place}.content", images if self.role == "user" else ImageReader())
 
 
 class Reasoning(Item):
@@ -78,8 +88,9 @@ class FunctionCallOutput(Item):
     name: Annotated[str, Field(max_length=128)] | None = None
     output: str | Parts
 
-    def text(self, place: str) -> str:
-        return joined_text(self.output, f"{place}.output")
+    def parts(self, place: str, images: ImageReader) -> list[ContentPart]:
+        """Raises HttpError."""
+        return read_content(self.output, f"{place}.output", images)
 
 
 class ItemReference(Part):
@@ -107,12 +118,12 @@ def read_item(given: dict[str, Any], place: str) -> AnyItem:
     return parse_part(given, _KINDS[kind], place)
 
 
-def joined_text(content: str | list[dict[str, Any]], place: str) -> str:
-    """The text of a content. Different parts are different paragraphs for the model. Raises HttpError."""
-    return content if isinstance(content, str) else "\n".join(filter(None, _texts(content, place)))
+def read_content(content: str | list[dict[str, Any]], place: str, images: ImageReader) -> list[ContentPart]:
+    """The texts and images of a content. Different texts are different paragraphs for the model. Raises HttpError."""
+    return joined_parts([content] if isinstance(content, str) else _parts(content, place, images))
 
 
-def _texts(parts: list[dict[str, Any]], place: str) -> Iterator[str]:
+def _parts(parts: list[dict[str, Any]], place: str, images: ImageReader) -> Iterator[ContentPart]:
     for number, part in enumerate(parts):
         where = f"{place}[{number}]"
         match part.get("type"):
@@ -120,13 +131,19 @@ def _texts(parts: list[dict[str, Any]], place: str) -> Iterator[str]:
                 yield parse_part(part, TextPart, where).text
             case "refusal":
                 yield parse_part(part, RefusalPart, where).refusal
+            case "input_image" if images.is_possible:
+                yield ImageSource(f"{where}.image_url", url=parse_part(part, ImagePart, where).image_url)
             case kind:
-                raise _no_text(where, kind)
+                raise _unknown(where, kind, images)
 
 
-def _no_text(place: str, kind: Any) -> HttpError:
-    known = "input_text, output_text or refusal"
-    return invalid(f"{place}.type is {_shown(kind)}, and this model reads text alone; it must be {known}", "input")
+def _unknown(place: str, kind: Any, images: ImageReader) -> HttpError:
+    known = (
+        "input_text, output_text, refusal or input_image"
+        if images.is_possible
+        else "input_text, output_text or refusal"
+    )
+    return invalid(f"{place}.type is {_shown(kind)}, and this model reads {images.reads}; it must be {known}", "input")
 
 
 def _shown(kind: Any) -> str:

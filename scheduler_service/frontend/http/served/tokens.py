@@ -43,7 +43,7 @@ class DetokenizeFields(Fields):
 
 
 async def tokenize(call: Call) -> web.StreamResponse:
-    fields = await call.fields(TokenizeFields)
+    fields = await call.fields(TokenizeFields, takes_images=True)
     if (fields.prompt is None) is (fields.messages is None):
         raise invalid("set either prompt or messages")
     for name in ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"):
@@ -62,7 +62,8 @@ async def tokenize(call: Call) -> web.StreamResponse:
             continue_final_message=fields.continue_final_message,
             chat_template_kwargs=fields.chat_template_kwargs,
         )
-        asked.chat.CopyFrom((await chat_request(chat, model, "", "", call.service)).asked.chat)
+        request = await chat_request(chat, model, "", "", call.service, call.images(model))
+        asked.chat.CopyFrom(request.asked.chat)
     is_chat = fields.messages is not None
     if fields.add_special_tokens is is_chat and await _adds_special_tokens(model):
         reason = (

@@ -1,0 +1,69 @@
+"""Resolves the names of hosts to public addresses: nothing in the server's own network may be reached by a URL."""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
+
+from aiohttp.abc import AbstractResolver, ResolveResult
+
+Lookup = Callable[[str], Awaitable[list[str]]]
+"""Returns the addresses of a host, as texts. Raises OSError."""
+_TRANSLATED = IPv6Network("64:ff9b::/96")
+"""Addresses whose last 32 bits are an IPv4 address that a gateway connects to (RFC 6052)."""
+
+
+async def look_up(host: str) -> list[str]:
+    found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return [str(address[0]) for *_, address in found]
+
+
+def is_public(text: str) -> bool:
+    """Whether an address belongs to a host of the internet."""
+    try:
+        address = ip_address(text)
+    except ValueError:
+        return False
+    return _is_global(address) if isinstance(address, IPv4Address) else _is_global_v6(address)
+
+
+def _is_global_v6(address: IPv6Address) -> bool:
+    if address.ipv4_mapped is not None:
+        return _is_global(address.ipv4_mapped)
+    if address in _TRANSLATED:
+        return _is_global(IPv4Address(int(address) & 0xFFFF_FFFF))
+    # 6to4 and Teredo contain IPv4 addresses of gateways; site-local addresses are the older private ones.
+    is_special = address.sixtofour is not None or address.teredo is not None or address.is_site_local
+    return not is_special and _is_global(address)
+
+
+def _is_global(address: IPv4Address | IPv6Address) -> bool:
+    return address.is_global and not (address.is_multicast or address.is_reserved or address.is_unspecified)
+
+
+class CheckedAddresses(AbstractResolver):
+    """The addresses of one host, which a connection uses instead of asking again."""
+
+    def __init__(self, host: str, addresses: list[str]) -> None:
+        self.host, self.addresses = host, addresses
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        if host != self.host:
+            raise OSError(f"the addresses are those of {self.host}")
+        return [
+            ResolveResult(
+                hostname=host,
+                host=address,
+                port=port,
+                family=socket.AF_INET6 if ":" in address else socket.AF_INET,
+                proto=0,
+                flags=socket.AI_NUMERICHOST,
+            )
+            for address in self.addresses
+            if family in (socket.AF_UNSPEC, socket.AF_INET6 if ":" in address else socket.AF_INET)
+        ]
+
+    async def close(self) -> None:
+        pass
