@@ -23,13 +23,14 @@ def qkv_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    chunked: bool = False,
 ) -> Tensor:
     """Attention from a fused QKV projection: normalise and rotate heads, store keys and values, attend.
 
     qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], query, key, value; may be overwritten. norms: weights
     [head_dim] for query and key heads, or None. eps, offset: see `rms_norm`. rotation: from `rotary_tables`, or None.
-    Heads are rounded once. layer_cache, slots: see `store_kv`; sinks: see `paged_attention`. Returns [num_tokens,
-    num_heads * head_dim].
+    Heads are rounded once. layer_cache, slots: see `store_kv`; sinks, chunked: see `paged_attention`. Returns
+    [num_tokens, num_heads * head_dim].
     """
     num_kv_heads, head_dim = layer_cache.shape[3], head_dim_of(layer_cache)
     heads = qkv.float().view(len(qkv), -1, head_dim)
@@ -44,7 +45,8 @@ def qkv_attention(
         ops.rotary_embedding(key, *rotation)
     query, key, value = (part.to(qkv.dtype) for part in (query, key, value))
     ops.store_kv(key, value, layer_cache, slots)
-    return ops.paged_attention(query, layer_cache, metadata, scale, window, soft_cap, sinks=sinks).flatten(1)
+    attended = ops.paged_attention(query, layer_cache, metadata, scale, window, soft_cap, sinks=sinks, chunked=chunked)
+    return attended.flatten(1)
 
 
 def pack_float8(ops: Ops, weight: Float8Weight, wide: bool = False) -> Product:

@@ -136,6 +136,7 @@ class Ops(Protocol):
         window: int | None = None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
+        chunked: bool = False,
     ) -> Tensor: ...
 
     def gated_activation(self, x: Tensor, activation: Activation) -> Tensor: ...

@@ -92,6 +92,7 @@ def qkv_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    chunked: bool = False,
 ) -> Tensor:
     output: Tensor = _library.qkv_attention(
         qkv,
@@ -108,6 +109,7 @@ def qkv_attention(
         window or 0,
         soft_cap or 0.0,
         sinks,
+        chunked,
     )
     return output
 

@@ -402,9 +402,12 @@ def test_store_kv_writes_its_slots_and_nothing_else(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("normed", "pairs"), [(False, 32), (True, 16), (True, None), (False, None)])
+@pytest.mark.parametrize(
+    ("normed", "pairs", "chunked"),
+    [(False, 32, False), (True, 16, True), (True, None, False), (False, None, True)],
+)
 def test_a_fused_projection_attends_as_its_parts_do(
-    kernels: ModuleType, normed: bool, pairs: int | None, dtype: torch.dtype, generator: torch.Generator
+    kernels: ModuleType, normed: bool, pairs: int | None, chunked: bool, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     _, cache, metadata = attention_case([(1, 40), (9, 33), (1, 1)], (4, 2, 64), 16, dtype)
     qkv = torch.randn(11, 8 * 64, generator=generator).to(dtype)
@@ -418,7 +421,7 @@ def test_a_fused_projection_attends_as_its_parts_do(
     rotation = None
     if pairs is not None:
         rotation = rotary_tables(torch.arange(11) * 17, 100.0 ** -torch.linspace(0, 1, pairs), 1.25)
-    arguments = (torch.tensor(slots), metadata, 0.3, 20, None, torch.randn(4, generator=generator))
+    arguments = (torch.tensor(slots), metadata, 0.3, 20, None, torch.randn(4, generator=generator), chunked)
     expected_cache = cache.clone()
     expected = reference.qkv_attention(qkv.clone(), norms, 1e-5, 1.0, rotation, expected_cache, *arguments)
     close(kernels.qkv_attention(qkv, norms, 1e-5, 1.0, rotation, cache, *arguments), expected, dtype)

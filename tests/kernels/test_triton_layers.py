@@ -144,7 +144,7 @@ def test_qkv_attention(
     slots = torch.tensor([18, 19, 20, 0, -1, 16], device=DEVICE)
     cache = randn(7, 2, 2, block_size, kv_heads, head_dim, dtype=dtype, seed=3)
     found, expected = cache.clone(), cache.clone()
-    arguments = (metadata, head_dim**-0.5, None, None, randn(heads, seed=4))
+    arguments = (metadata, head_dim**-0.5, 4, None, randn(heads, seed=4), True)  # chunks of 4
     attended = ops.qkv_attention(qkv.clone(), norms, 1e-5, 1.0, rotation, found[:, 1], slots, *arguments)
     # Eager torch cannot leave a slot out: it stores into the place of the token before, and is mended afterwards.
     eager_slots = slots.where(slots >= 0, 15)

@@ -93,7 +93,11 @@ def needs_of(config: _Uniform, num_kv_heads: int) -> tuple[LayerNeeds, ...]:
 
     num_kv_heads: this rank's."""
     own: tuple[LayerNeeds, ...] = getattr(config, "layer_needs", ())
-    return own or tuple(LayerKeys(num_kv_heads, config.head_dim, config.kv_parts, window) for window in config.windows)
+    chunks: Sequence[bool] = getattr(config, "chunks", [False] * len(config.windows))
+    return own or tuple(
+        LayerKeys(num_kv_heads, config.head_dim, config.kv_parts, window, chunked)
+        for window, chunked in zip(config.windows, chunks, strict=True)
+    )
 
 
 def has_one_kind(layers: Sequence[LayerNeeds]) -> bool:

@@ -279,6 +279,7 @@ Tensor attend(
                     contexts[i] <= metadata.block_tables.size(1) * cache.size(2),
                 "sequence ", i, " has ", starts[i + 1] - starts[i], " query tokens of ", contexts[i], " and room for ",
                 metadata.block_tables.size(1) * cache.size(2), " in its block table");
+  TORCH_CHECK(!chunked || window > 0, "chunked attention needs the size of a chunk (window)");
   TORCH_CHECK(starts[0] == 0 && starts[sequences] == query.size(0), "query_start does not fit the query");
   if (bias.has_value()) {
     check_contiguous(*bias, "bias");
@@ -327,7 +328,7 @@ Tensor qkv_attention_op(
     const Tensor& qkv, const std::optional<std::tuple<Tensor, Tensor>>& norms, double eps, double offset,
     const std::optional<std::tuple<Tensor, Tensor>>& rotation, Tensor cache, const Tensor& slots,
     const Tensor& query_start, const Tensor& context_lens, const Tensor& block_tables, double scale, int64_t window,
-    double soft_cap, const std::optional<Tensor>& sinks) {
+    double soft_cap, const std::optional<Tensor>& sinks, bool chunked) {
   check_contiguous(qkv, "qkv");
   check_layer_cache(cache, qkv);
   check_contiguous(slots, "slots");
@@ -364,7 +365,8 @@ Tensor qkv_attention_op(
         num_heads, num_kv_heads, head_dim});
   });
   return attend(
-      query, cache, {query_start, context_lens, block_tables}, scale, window, soft_cap, std::nullopt, true, sinks);
+      query, cache, {query_start, context_lens, block_tables}, scale, window, soft_cap, std::nullopt, true, sinks,
+      chunked);
 }
 
 }  // namespace

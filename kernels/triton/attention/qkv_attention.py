@@ -38,11 +38,12 @@ def qkv_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    chunked: bool = False,
     attend: Callable[..., Tensor] = paged_attention,
 ) -> Tensor:
     """Tokens with a negative slot are not stored. attend: computes the attention."""
     query = _prepare(qkv, norms, eps, offset, rotation, layer_cache, slots)
-    return attend(query, layer_cache, metadata, scale, window, soft_cap, sinks=sinks).flatten(1)
+    return attend(query, layer_cache, metadata, scale, window, soft_cap, sinks=sinks, chunked=chunked).flatten(1)
 
 
 def _prepare(

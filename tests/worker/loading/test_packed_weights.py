@@ -1,6 +1,7 @@
 """Checkpoints that were quantised when they were written: read as their writers document them, or refused."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -318,6 +319,14 @@ def test_a_model_is_served_with_the_weights_that_it_stores(name: str, size: int,
 @pytest.mark.parametrize("name", ["gptq, 4 bits", "awq"])
 def test_experts_are_served_with_the_weights_that_they_store(name: str, with_experts: Path, tmp_path: Path) -> None:
     check_served(*quantise(with_experts, tmp_path, name))
+
+
+def test_quantised_weights_are_found_by_the_names_of_others(plain: Path, tmp_path: Path) -> None:
+    stored, meant = quantise(plain, tmp_path, "awq")
+    tensors = load_file(stored / "model.safetensors")
+    renamed = {re.sub(r"^model\.", "backbone.", name): tensor for name, tensor in tensors.items()}
+    save_file(renamed, stored / "model.safetensors")
+    check_served(stored, meant)
 
 
 def check_served(stored: Path, meant: Path) -> None:

@@ -127,7 +127,33 @@ ORDINARY: dict[str, dict[str, Any]] = {
     "GLM-4.5": {
         "model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "first_k_dense_replace": 1, "head_dim": 16,
         "moe_intermediate_size": 24, "n_routed_experts": 4, "num_experts_per_tok": 2, "num_nextn_predict_layers": 1,
-        "partial_rotary_factor": 0.5, "use_qk_norm": False,
+        "partial_rotary_factor": 0.5, "use_qk_norm": True, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+        "norm_topk_prob": True, "routed_scaling_factor": 2.5, "rope_theta": 1000000, "rope_scaling": None,
+    },
+    "MiniMax M2": {
+        "model_type": "minimax_m2", "architectures": ["MiniMaxM2ForCausalLM"], "attn_type_list": [1, 1, 1, 1],
+        "head_dim": 16, "layernorm_full_attention_beta": 1.0, "layernorm_linear_attention_beta": 1.0,
+        "layernorm_mlp_beta": 1.0, "mlp_intermediate_size": 8192, "mtp_transformer_layers": 1,
+        "num_experts_per_tok": 2, "num_local_experts": 4, "num_mtp_modules": 3, "qk_norm_type": "per_layer",
+        "rope_theta": 5000000, "rotary_dim": 8, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0,
+        "scoring_func": "sigmoid", "shared_intermediate_size": 0, "shared_moe_mode": "sigmoid",
+        "sliding_window": None, "use_mtp": True, "use_qk_norm": True, "use_routing_bias": True,
+    },
+    "Olmo 3": {
+        "model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"], "attention_bias": False,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "rope_theta": 500000, "sliding_window": 4096,
+        "rope_scaling": {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
+                         "original_max_position_embeddings": 512, "rope_type": "yarn"},
+    },
+    "Llama 4 Scout's text": {
+        "model_type": "llama4_text", "_attn_implementation_autoset": True, "attention_bias": False,
+        "attention_chunk_size": 8192, "attn_scale": 0.1, "attn_temperature_tuning": True, "cache_implementation":
+        "hybrid", "floor_scale": 8192, "for_llm_compressor": False, "head_dim": 16, "interleave_moe_layer_step": 1,
+        "intermediate_size_mlp": 96, "no_rope_layers": [], "num_experts_per_tok": 1, "num_local_experts": 4,
+        "output_router_logits": False, "rope_theta": 500000.0, "router_aux_loss_coef": 0.001,
+        "router_jitter_noise": 0.0, "use_qk_norm": True,
+        "rope_scaling": {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3",
+                         "original_max_position_embeddings": 512},
     },
     "StableLM": {
         "model_type": "stablelm", "architectures": ["StableLmForCausalLM"], "layer_norm_eps": 1e-05, "norm_eps": 1e-05,

@@ -49,10 +49,13 @@ SMALLER = {"sliding_window": 5, "max_window_layers": 1, "num_experts": 4, "num_l
            "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "shared_intermediate_size": 28,
            "shared_expert_intermediate_size": 20, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
            "linear_key_head_dim": 6, "linear_value_head_dim": 10, "mamba_n_heads": 4, "mamba_d_state": 12,
-           "mamba_expand": 2, "block_multiple_of": 8, "num_dense_layers": 1}  # fmt: skip
+           "mamba_expand": 2, "block_multiple_of": 8, "num_dense_layers": 1, "attention_chunk_size": 5,
+           "mamba_num_heads": 4, "mamba_head_dim": 12, "ssm_state_size": 12, "n_groups": 2,
+           "moe_shared_expert_intermediate_size": 20,
+           "floor_scale": 3, "intermediate_size_mlp": 44}  # fmt: skip
 """Where a family has these keys, so that its defaults say something in a small network."""
 TOKENS = torch.tensor([(7 * number * number + 3) % 61 for number in range(23)])
-LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention", "conv")
+LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention", "conv", "chunked_attention")
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 
 
@@ -77,6 +80,9 @@ def small(family: str) -> dict[str, Any]:
     found = {"model_type": family} | SMALL | {name: SMALLER[name] for name in SMALLER if name in fields_of(family)}
     if family == "lfm2_moe":  # transformers makes no network without kinds
         found["layer_types"] = ["conv", "full_attention", "conv"]
+    if family == "nemotron_h":  # transformers ignores a window and a number of layers, which we refuse
+        del found["sliding_window"]
+        found["layers_block_type"] = ["linear_attention", "moe", "full_attention"]
     return found | ({"num_key_value_heads": SMALL["num_attention_heads"]} if "kv_lora_rank" in found else {})
 
 
@@ -205,9 +211,11 @@ def ours_of(json: dict[str, Any], network: Any) -> Tensor:
 
 
 def single_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """gpt-oss and Granite store a projection of all experts as one tensor; our network has those of each."""
+    """gpt-oss, Llama 4 and Granite store a projection of all experts as one tensor; our network has those of each. The
+    layers of Nemotron-H are in a `backbone`."""
     found = {}
-    for name, tensor in tensors.items():
+    for stored, tensor in tensors.items():
+        name = re.sub("^backbone", "model", stored)
         if (stack := re.fullmatch(r"(.*\.block_sparse_moe)\.(\w+put_linear\.weight)", name)) is not None:
             found |= {f"{stack[1]}.experts.{number}.{stack[2]}": part for number, part in enumerate(tensor)}
             continue

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from native_networks import NATIVE
 from stepped_worker import PROMPT, SteppedWorker
-from test_architectures import NATIVE
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from worker_helpers import LIMITS, new_sequence

@@ -20,7 +20,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 64,
     "max_position_embeddings": 64,
 }
-MIXTURES = ("gpt_oss", "mixtral", "qwen3_moe")
+MIXTURES = ("glm4_moe", "gpt_oss", "minimax_m2", "mixtral", "qwen3_moe")
 UNKNOWN = {"mimo": "qwen2"}
 """Families that transformers does not know, each with one that it does, which they are like."""
 # Every key of families with states is compared by `test_config_sweep`, too.
@@ -115,8 +115,10 @@ def test_a_file_reads_as_transformers_reads_it(file: dict[str, Any]) -> None:
     assert ours.mlp_bias == getattr(theirs, "mlp_bias", False)
 
     kinds = getattr(theirs, "layer_types", ["sliding_attention"] * 5)
-    window = getattr(theirs, "sliding_window", None)
-    assert [layer.window for layer in ours.layers] == [window if "sliding" in kind else None for kind in kinds]
+    keys = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    windows = [getattr(theirs, keys[kind], None) if kind in keys else None for kind in kinds]
+    assert [layer.window for layer in ours.layers] == windows
+    assert [layer.chunked for layer in ours.layers] == ["chunked" in kind for kind in kinds]
     rotated = getattr(theirs, "no_rope_layers", [1] * 5)
     assert [layer.rope is not None for layer in ours.layers] == [bool(rotates) for rotates in rotated]
     for layer, kind in zip(ours.layers, kinds, strict=True):

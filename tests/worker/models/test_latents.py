@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from native_networks import NATIVE
 from prompt_scores import prompt_logprobs, worker_settings
 from safetensors.torch import load_file, save_file
 from slow_heads import SlowEagle, write_head
 from stepped_worker import DEVICE, PROMPT, Oracle
-from test_architectures import NATIVE
 from torch import Tensor
 from worker_helpers import state, tokens
 

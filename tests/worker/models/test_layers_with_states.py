@@ -14,7 +14,7 @@ from torch import Tensor
 from pagewire_common.start_error import StartError
 from worker_service.loading.checkpoint import Checkpoint
 from worker_service.models.decoders.decoder import Decoder
-from worker_service.models.decoders.decoder_config import DecoderConfig
+from worker_service.models.decoders.decoder_config import DecoderConfig, LayerConfig
 from worker_service.models.decoders.shard import part_of
 from worker_service.models.registry import read_config
 from worker_service.parallel.ranks import Ranks
@@ -42,6 +42,17 @@ MAMBA = {
     "attention_multiplier": 0.2,
     "residual_multiplier": 0.5,
     "logits_scaling": 2.0,
+}
+NEMOTRON = {
+    "model_type": "nemotron_h",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 18,
+    "ssm_state_size": 20,
+    "n_groups": 2,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 28,
+    "moe_shared_expert_intermediate_size": 20,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"model_type": "granitemoehybrid", **MAMBA, "num_local_experts": 5, "mamba_proj_bias": True},
@@ -75,6 +86,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 28,
         "routed_scaling_factor": 1.5,
+    },
+    "nemotron_h": {
+        **NEMOTRON,
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"],
+        "num_hidden_layers": 5,
+        "use_bias": True,
+        "mlp_bias": True,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.5,
+    },
+    "nemotron_h, experts of latents": {
+        **NEMOTRON,
+        "layers_block_type": ["moe", "linear_attention", "full_attention"],
+        "moe_latent_size": 16,
+        "use_conv_bias": False,
+        "norm_topk_prob": False,
+        "time_step_min": 0.5,
     },
     "qwen3_5_text": {"model_type": "qwen3_5_text", **DELTA, "attention_bias": True},
     "qwen3_5_moe_text": {"model_type": "qwen3_5_moe_text", **DELTA, **EXPERTS},
@@ -150,6 +179,16 @@ QWEN: dict[str, Any] = {
     "linear_conv_kernel_dim": 4, "linear_key_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_value_head_dim": 16, "rms_norm_eps": 1e-06, "tie_word_embeddings": False,
 }  # fmt: skip
+NVIDIA: dict[str, Any] = {
+    "model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"], "attention_bias": False, "chunk_size": 128,
+    "conv_kernel": 4, "expand": 2, "head_dim": 16, "hidden_dropout": 0.0, "intermediate_size": 96,
+    "layer_norm_epsilon": 1e-05, "mamba_head_dim": 16, "mamba_hidden_act": "silu", "mamba_num_heads": 8,
+    "mamba_proj_bias": False, "mlp_bias": False, "mlp_hidden_act": "relu2", "n_groups": 2, "num_logits_to_keep": 1,
+    "pad_token_id": 0, "rescale_prenorm_residual": True, "residual_in_fp32": False, "sliding_window": None,
+    "ssm_state_size": 16, "tie_word_embeddings": False, "time_step_floor": 0.0001,
+    "time_step_limit": [0.0, float("inf")], "time_step_max": 0.1, "time_step_min": 0.001, "use_bias": False,
+    "use_conv_bias": True, "use_mamba_kernels": True,
+}  # fmt: skip
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Granite 4.0 H Tiny": GRANITE,
     "Granite 4.0 Micro": GRANITE | {
@@ -163,6 +202,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32, "norm_topk_prob": True, "num_dense_layers": 2, "num_experts": 32,
         "num_experts_per_tok": 4, "rope_theta": 1000000.0, "routed_scaling_factor": 1.0, "use_expert_bias": True,
         "pad_token_id": 0,
+    },
+    "Nemotron-H 8B": NVIDIA | {"hybrid_override_pattern": "M-M*", "rms_norm_eps": 1e-05, "time_step_rank": 256},
+    "Nemotron 3 Nano": NVIDIA | {
+        "hybrid_override_pattern": "MEM*", "mamba_ssm_cache_dtype": "float32", "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 32, "n_group": 1, "n_routed_experts": 16, "n_shared_experts": 1,
+        "norm_eps": 1e-05, "norm_topk_prob": True, "num_experts_per_tok": 6, "partial_rotary_factor": 1.0,
+        "rope_theta": 10000, "routed_scaling_factor": 2.5, "topk_group": 1,
     },
     "Qwen3-Next 80B-A3B": QWEN | {
         "model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], "decoder_sparse_step": 1,
@@ -180,6 +226,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 KINDS = {
+    "Nemotron-H 8B": "s-sa", "Nemotron 3 Nano": "sesa",
     "Granite 4.0 H Tiny": "ssas", "Granite 4.0 Micro": "aaaa", "LFM2 350M": "ssas", "LFM2 8B-A1B": "ssas",
     "Qwen3-Next 80B-A3B": "sssa", "Qwen3.5 9B's text": "sssa",
 }  # fmt: skip
@@ -189,7 +236,13 @@ KINDS = {
 def test_files_as_they_are_published_are_read(name: str) -> None:
     config = read_config(PLAIN | PUBLISHED[name])
     assert isinstance(config, DecoderConfig)
-    assert "".join("a" if layer.mixer is None else "s" for layer in config.layers) == KINDS[name]
+    assert "".join(kind_of(layer) for layer in config.layers) == KINDS[name]
+
+
+def kind_of(layer: LayerConfig) -> str:
+    if layer.attends:
+        return "a" if layer.mixer is None else "s"
+    return "-" if layer.mixture is None else "e"
 
 
 @pytest.mark.parametrize(
@@ -200,6 +253,13 @@ def test_files_as_they_are_published_are_read(name: str) -> None:
         (GRANITE | {"time_step_limit": [0.0, 0.1]}, r"it says time_step_limit = \[0.0, 0.1\]"),
         (GRANITE | {"hidden_act": "gelu"}, "hidden_act is 'gelu'; it must be silu"),
         (GRANITE | {"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'; it must be nope or rope"),
+        (NVIDIA | {"hybrid_override_pattern": "M-X*"}, "is 'M-X\\*'; it must be letters of M, \\*, - and E"),
+        (
+            NVIDIA | {"hybrid_override_pattern": "-**-"},
+            "there are 4 layers; there must be at most 512, and one of Mamba-2",
+        ),
+        (NVIDIA | {"mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'; it must be relu2"),
+        (NVIDIA | {"num_hidden_layers": 5}, "num_hidden_layers is 5, and .* says 4 layers"),
         (LFM2 | {"conv_L_cache": 1}, "conv_L_cache is 1; it must be a whole number from 2"),
         (LFM2 | {"conv_dim": 32}, "it says conv_dim = 32"),
         (LFM2 | {"rms_norm_eps": 0.1}, "it says rms_norm_eps = 0.1"),

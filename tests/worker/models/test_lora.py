@@ -9,9 +9,10 @@ import peft
 import pytest
 import torch
 from adapted_worker import ROOM, load, outputs, sequence
+from native_networks import NATIVE
 from safetensors.torch import load_file, save_file
 from stepped_worker import PROMPT, Oracle, SteppedWorker, load_runner
-from test_architectures import BORROWED, NATIVE
+from test_architectures import BORROWED
 from test_layers_with_states import FAMILIES as WITH_STATES
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -51,12 +52,13 @@ class PeftOracle(Oracle):
 FAMILIES = {name: NATIVE[name] for name in ("gemma", "gemma3_text", "mistral", "qwen2", "qwen3", "smollm3", "phi3")}
 FAMILIES |= {"llama": {"model_type": "llama"}}
 FAMILIES |= {
-    name: NATIVE[name] for name in ("mixtral, windows", "qwen3_moe, dense layers between", "deepseek_v3, groups")
+    name: NATIVE[name]
+    for name in ("mixtral, windows", "qwen3_moe, dense layers between", "deepseek_v3, groups", "llama4_text, chunks")
 }
 MIXTURES = ("mixtral", "qwen3_moe")
 """Natively their experts take no adapters; PEFT's "all-linear" would change them too."""
 FAMILIES |= {name: BORROWED[name] for name in ("olmo2", "granite", "gpt_neox", "qwen2_moe")}
-FAMILIES |= {name: WITH_STATES[name] for name in ("lfm2", "qwen3_5_text")}
+FAMILIES |= {name: WITH_STATES[name] for name in ("lfm2", "nemotron_h, experts of latents", "qwen3_5_text")}
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
@@ -73,6 +75,11 @@ def test_sequences_of_several_adapters_say_what_pefts_models_say(
     every: Any = "all-linear"
     if family["model_type"] in MIXTURES:
         every, targets = ["q_proj", "k_proj", "v_proj", "o_proj"], ["q_proj", "v_proj"]
+    if family["model_type"] == "llama4_text":  # whose router is a linear layer
+        every = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    if family["model_type"] == "nemotron_h":
+        every = ["in_proj", "q_proj", "o_proj", "fc1_latent_proj", "fc2_latent_proj"]
+        targets = ["in_proj", "k_proj", "fc1_latent_proj"]
     if family["model_type"] == "deepseek_v3":
         every = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
         targets = ["q_b_proj", "kv_a_proj_with_mqa"]

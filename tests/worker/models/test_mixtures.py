@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from stepped_worker import DEVICE, PROMPT, SteppedWorker, load_runner
-from test_architectures import NATIVE
+from native_networks import NATIVE
+from stepped_worker import DEVICE, PROMPT, Oracle, SteppedWorker, load_runner
+from tiny_networks import randomize, save_tokenizer, tiny_network
+from transformers import Llama4Config, Llama4ForConditionalGeneration
 from worker_helpers import LIMITS, new_sequence
 
 from worker_service.execution.steps.model_runner import ModelRunner
@@ -27,6 +29,7 @@ FAMILIES = [
     "qwen3_moe, not renormalised",
     "qwen3_moe, dense layers between",
     "deepseek_v3, groups",
+    "llama4_text, chunks",
 ]
 TYPES: list[tuple[torch.dtype, Quantization]] = [
     (torch.float32, "none"),
@@ -97,7 +100,9 @@ def test_guesses_change_no_token_right_or_wrong(runner: ModelRunner) -> None:
 
 def test_a_config_is_enough_to_try_a_networks_shape(checkpoint: Path, tmp_path: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
-    config["sliding_window"] = config.get("sliding_window") and 10**6  # no window, so that layers share a block table
+    for name in ("sliding_window", "attention_chunk_size"):  # so large that layers share a block table
+        if config.get(name):
+            config[name] = 10**6
     (tmp_path / "config.json").write_text(json.dumps(config))
     worker = load_worker(
         WorkerSettings(model=str(tmp_path), device="cpu", load_format="dummy", num_gpu_blocks_override=32)
@@ -114,3 +119,17 @@ def test_log_probabilities_of_chunks_are_those_of_the_whole_to_the_bit_in_bf16(c
     runner = load_runner(checkpoint, dtype=torch.bfloat16)
     whole, chunked = (SteppedWorker(runner).prompt_logprobs(lens) for lens in ([36], [5, 1, 17, 13]))
     assert torch.equal(whole, chunked)
+
+
+def test_llama_4s_text_network_reads_a_checkpoint_with_an_encoder_of_pictures(tmp_path: Path) -> None:
+    text = tiny_network("llama4_text").config.to_dict()
+    vision = {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {"projector_input_dim": 16, "projector_output_dim": 16, "vision_output_dim": 16, "image_size": 28}
+    network = Llama4ForConditionalGeneration(Llama4Config(text_config=text, vision_config=vision | sizes))
+    randomize(network)
+    network.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    worker = SteppedWorker(load_runner(tmp_path))
+    expected = Oracle(tmp_path).greedy(PROMPT, 6)
+    first = worker.step((1, len(PROMPT), True), new_sequences=(new_sequence(1, PROMPT, range(13)),)).token_ids
+    assert [*first, *worker.generate(1, 5)] == expected

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from native_networks import NATIVE
 from safetensors.torch import load_file, save_file
 from stepped_worker import PROMPT, Oracle, SteppedWorker, load_runner
-from test_architectures import BORROWED, NATIVE
+from test_architectures import BORROWED
 from tiny_model import write_byte_tokenizer
 from torch import Tensor
 

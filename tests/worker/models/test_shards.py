@@ -51,6 +51,12 @@ CONFIGS: dict[str, tuple[DecoderConfig, int]] = {
     "experts": (config(model_type="qwen3_moe", num_experts=3, num_experts_per_tok=1, moe_intermediate_size=40), 4),
     "experts with biases": (config(model_type="gpt_oss", num_experts=3, num_experts_per_tok=1), 2),
     "experts between": (config(model_type="qwen3_moe", num_experts=2, num_experts_per_tok=1, decoder_sparse_step=2), 2),
+    "normed over all heads": (config(model_type="olmo3", num_attention_heads=9, num_key_value_heads=3), 2),
+    "experts in stacks": (
+        config(model_type="llama4_text", num_local_experts=3, intermediate_size_mlp=90, interleave_moe_layer_step=2),
+        2,
+    ),
+    "experts without dense layers": (config(model_type="minimax_m2", num_local_experts=3, num_experts_per_tok=1), 8),
     "latents": (config(**LATENTS, model_type="deepseek_v3", q_lora_rank=14, attention_bias=True), 4),
     "latents, unequal": (config(**LATENTS, model_type="deepseek_v2", q_lora_rank=None, num_attention_heads=5), 3),
     "more ranks than tokens": (config(vocab_size=5, num_attention_heads=8, num_key_value_heads=8), 8),
@@ -92,7 +98,7 @@ def test_the_parts_are_the_whole(case: tuple[DecoderConfig, int]) -> None:
                 (rows if rows.dim() == 1 else rows[:, cut.columns.start : cut.columns.stop]).add_(1)
     for name, times in held.items():
         assert (times >= 1).all(), name
-        shared = ("k_proj", "v_proj", "qkv_proj") if size > network.num_kv_heads else ()
+        shared = ("k_proj", "k_norm", "v_proj", "qkv_proj") if size > network.num_kv_heads else ()
         assert any(part in name for part in shared) or (times == 1).all(), name
 
 

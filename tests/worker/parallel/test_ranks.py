@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from native_networks import NATIVE
 from rank_program import Job, run_in_ranks
 from stepped_worker import DEVICE, PROMPT, Oracle
-from test_architectures import NATIVE
 from test_lora import PeftOracle, save_adapter
 
 from worker_service.models.layers.linear import Quantization, can_pack

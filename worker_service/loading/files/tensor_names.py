@@ -10,11 +10,11 @@ _OLD = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta
 
 def spellings(name: str) -> Iterator[str]:
     """Yield the given name first. Names lack their first part ("bert.") if a network was saved without its head. Text
-    networks that were saved with a network for images are a part of a whole."""
+    networks that were saved with a network for images are a part of a whole. `model` may be `backbone` (Nemotron-H)."""
     first, _, rest = name.partition(".")
     in_whole = [f"language_model.{name}"]
     if first == "model":
-        in_whole += [f"model.language_model.{rest}", f"model.text_model.{rest}"]
+        in_whole += [f"model.language_model.{rest}", f"model.text_model.{rest}", f"backbone.{rest}"]
     for one in (name, rest, *in_whole):
         if one:
             yield one

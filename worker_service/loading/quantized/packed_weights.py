@@ -13,6 +13,7 @@ from kernels.float8 import Float8Weight
 from kernels.linear import mx_float4
 from kernels.ops import GroupedWeight, MxFloat4Weight, QuantizedWeight
 from pagewire_common.start_error import StartError
+from worker_service.loading.files.tensor_names import spellings
 from worker_service.loading.files.weight_files import WeightFiles
 from worker_service.loading.quantized import float8_weights
 from worker_service.loading.quantized.compressed_groups import Block
@@ -89,15 +90,22 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
         return sum(1 for _ in self)
 
     def __contains__(self, name: object) -> bool:
-        layer, _, part = str(name).rpartition(".")
-        return part == "weight" and any(self._files.dtypes.get(f"{layer}.{p}") == t for p, t in self._parts)
+        return self._stored_name(str(name)) is not None
+
+    def _stored_name(self, name: str) -> str | None:
+        """The name of a quantised weight in the files, or None. See `spellings`."""
+        for one in spellings(name):
+            layer, _, part = one.rpartition(".")
+            if part == "weight" and any(self._files.dtypes.get(f"{layer}.{p}") == t for p, t in self._parts):
+                return one
+        return None
 
     def __getitem__(self, name: str) -> QuantizedWeight:
         """Raises KeyError for an unquantised weight, and StartError for invalid tensors."""
-        if name not in self:
+        if (stored := self._stored_name(name)) is None:
             raise KeyError(name)
         try:
-            return self._read(name.removesuffix("weight"))
+            return self._read(stored.removesuffix("weight"))
         except (ValueError, TypeError, IndexError, RuntimeError) as error:  # shapes in the file may be wrong
             raise StartError(f"the quantised weight {named(name)} cannot be read: {error}") from error
 
@@ -110,7 +118,7 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
 
     def tensors_of(self, name: str) -> list[str]:
         """Names of the tensors that store a quantised weight."""
-        layer = name.removesuffix("weight")
+        layer = (self._stored_name(name) or name).removesuffix("weight")
         return [layer + part for part in _TENSORS if self._has(layer, part)]
 
     # ---- layouts: numbers [outputs, inputs], scales and zeros [outputs, groups]

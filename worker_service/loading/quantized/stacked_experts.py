@@ -1,7 +1,7 @@
 """Reads experts that a checkpoint stores in stacks, one tensor for a projection of all experts of a layer.
 
-gpt-oss: experts.NAME, [experts, inputs, outputs], with biases experts.NAME_bias, [experts, outputs]. Granite:
-NAME.weight, [experts, outputs, inputs], beside the router.
+gpt-oss and Llama 4: experts.NAME, [experts, inputs, outputs], with biases experts.NAME_bias, [experts, outputs].
+Granite: NAME.weight, [experts, outputs, inputs], beside the router.
 
 In MXFP4, two uint8 tensors store NAME: NAME_blocks, [experts, outputs, inputs / 32, 16], has two e2m1 numbers a byte,
 the first in the lower bits; NAME_scales, [experts, outputs, inputs / 32], has exponents of two plus 127. Networks know
@@ -23,7 +23,7 @@ from worker_service.loading.quantized.quantization_keys import FLAG, TEXTS, chec
 from worker_service.parallel.cut import UNCUT, Cut
 from worker_service.wording import named
 
-FAMILIES = ("gpt_oss", "granitemoehybrid")
+FAMILIES = ("gpt_oss", "granitemoehybrid", "llama4", "llama4_text")
 """Values of `model_type` of networks whose checkpoints store experts so."""
 METHOD = "mxfp4"
 """The `quant_method` of config.json."""

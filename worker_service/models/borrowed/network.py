@@ -13,15 +13,13 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from worker_service.models.borrowed.attention import NAME
-from worker_service.models.borrowed.older_attention import CountedCache, KeyCache, replace_products
+from worker_service.models.borrowed.older_attention import KeyCache, replace_products
 from worker_service.models.borrowed.states import StateCache, has_states, replace_states
 from worker_service.models.borrowed.weights import tied_tensors
 from worker_service.models.causal_model import GivenEmbeddings
 from worker_service.models.layers.linear import Linear
 
 _PAD_PLACEHOLDERS = frozenset({"gemma4", "gemma4_unified"})
-_COUNT_FROM_CACHE = frozenset({"llama4_text"})
-"""Types whose attention counts positions from the length of the cache (Llama 4's temperature)."""
 
 
 def build_network(config: Any, dtype: torch.dtype, device: torch.device, attention: str, **options: Any) -> Any:
@@ -105,7 +103,7 @@ class Body:
             "input_ids": token_ids[None],
             "attention_mask": token_ids.new_ones((1, len(token_ids) + self._is_older)),
             "position_ids": positions[None],
-            "past_key_values": self._cache(positions),
+            "past_key_values": KeyCache() if self._is_older else None,
         }
         if self._cache_name:  # transformers looks for no boundaries if there is a cache
             inputs |= {"attention_mask": None, self._cache_name: StateCache()}
@@ -116,11 +114,6 @@ class Body:
         output = self.module(**{name: value for name, value in inputs.items() if name in self._takes}, use_cache=False)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
-
-    def _cache(self, positions: Tensor) -> KeyCache | CountedCache | None:
-        if self._is_older:
-            return KeyCache()
-        return CountedCache(positions) if self.module.config.model_type in _COUNT_FROM_CACHE else None
 
     def _with_positions(self, _: nn.Module, inputs: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Inputs of an embedding that would count from the first token of a step."""

@@ -40,27 +40,6 @@ class KeyCache:
         return num_tokens + 1, 0
 
 
-class CountedCache:
-    """A cache for layers that count positions from its length. It stores nothing, and gives each token of a step the
-    length with which the token's position is found. positions: [num_tokens] int64."""
-
-    def __init__(self, positions: Tensor) -> None:
-        self._lengths = positions - torch.arange(len(positions), device=positions.device)
-
-    def update(self, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-        return key, value
-
-    def get_seq_length(self, *_: object) -> Tensor:
-        """[num_tokens]: to be added to the number of each token in the step."""
-        return self._lengths
-
-    def get_query_offset(self, *_: object) -> int:
-        return 0
-
-    def get_mask_sizes(self, num_tokens: int, *_: object) -> tuple[int, int]:
-        return num_tokens, 0
-
-
 class _Recorded:
     """Stands in for a tensor in torch's functions."""
 

@@ -28,9 +28,11 @@ _OF_LLAVA = frozenset({"image_seq_length", "image_token_id", "image_token_index"
                        "projector_hidden_act", "vision_config", "vision_feature_layer",
                        "vision_feature_select_strategy"})  # fmt: skip
 _OF_IDEFICS = frozenset({"_pad_token_id", "image_token_id", "scale_factor", "vision_config"})
+_OF_LLAMA4 = frozenset({"boi_token_index", "eoi_token_index", "image_token_index", "vision_config"})
 _FAMILIES = {
     "idefics3": _Whole("Idefics3", "llama", _OF_IDEFICS, takes_others=True),
     "internvl": _Whole("InternVL", "qwen2", _OF_LLAVA | {"downsample_ratio"}, takes_others=True, ties=True),
+    "llama4": _Whole("Llama4", "llama4_text", _OF_LLAMA4),
     "llava": _Whole("Llava", "llama", _OF_LLAVA, takes_others=True),
     "mistral3": _Whole("Mistral3", "mistral", _OF_LLAVA | {"spatial_merge_size"}, takes_others=True, ties=True),
     "qwen2_5_vl": _Whole("Qwen2_5_VL", "qwen2_5_vl_text", _OF_QWEN),

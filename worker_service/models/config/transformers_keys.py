@@ -55,7 +55,6 @@ _NEUTRAL: Mapping[str, Mapping[str, object]] = {
     "jamba": {"calc_logits_for_entire_prompt": False, "mamba_inner_layernorms": True},
     "mamba": {"fused_add_norm": True, "rms_norm": True},
     "mamba2": {"fused_add_norm": True},
-    "llama4_text": {"for_llm_compressor": False},
     "modernbert": {"position_embedding_type": "sans_pos"},
     # StarCoder2's first files say "gelu", but the network uses hidden_act.
     "starcoder2": {"activation_function": "gelu", "mlp_type": "default", "norm_type": "layer_norm", **_IN_FLOAT32},

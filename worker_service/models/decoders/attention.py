@@ -1,15 +1,15 @@
 """The first half of a decoder layer: attention with keys and values of its own, or multi-head latent attention."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from kernels.inputs import AttentionMetadata
 from kernels.ops import Ops
-from worker_service.models.decoders.decoder_config import DecoderConfig
+from worker_service.models.decoders.decoder_config import DecoderConfig, LayerConfig
 from worker_service.models.decoders.mlp import Projection
 from worker_service.models.decoders.shard import Shard
 from worker_service.models.layers.latent_up import LatentUp
@@ -18,6 +18,15 @@ from worker_service.parallel.ranks import Ranks
 
 _LATENT_EPS = 1e-6
 """Epsilon of the norms of latents, in DeepSeek's and in transformers' code, whatever rms_norm_eps is."""
+
+
+class ByPosition(NamedTuple):
+    """Values that follow from the positions of a step's tokens, for one layer."""
+
+    rotation: tuple[Tensor, Tensor] | None
+    """Cosines and sines from `rotary_tables`; None without rotary embeddings."""
+    factors: Tensor | None
+    """Factors on queries, [num_tokens, 1] float32, or None. See `Temperature`."""
 
 
 class AttentionHalf(Protocol):
@@ -36,31 +45,42 @@ class AttentionHalf(Protocol):
     def __call__(
         self,
         x: Tensor,
-        rotation: tuple[Tensor, Tensor] | None,
+        by_position: ByPosition,
         layer_cache: Any,
         slots: Tensor,
         attention: AttentionMetadata,
         adapter_slots: Tensor | None,
     ) -> Tensor:
-        """x: [num_tokens, hidden_size]; rotation: from `rotary_tables`, or None; layer_cache, slots: see `store_kv`, or
-        the layer's states, a tuple; adapter_slots: see `Linear`. Returns [num_tokens, hidden_size], which the caller
-        sums over all ranks."""
+        """x: [num_tokens, hidden_size]; layer_cache, slots: see `store_kv`, or the layer's states, a tuple;
+        adapter_slots: see `Linear`. Returns [num_tokens, hidden_size], which the caller sums over all ranks."""
 
 
 class QkvAttention:
     """Query, key and value are one product."""
 
     def __init__(
-        self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks, shard: Shard, ops: Ops,
-        *, window: int | None, deferred: bool,
+        self, config: DecoderConfig, layer: LayerConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks,
+        shard: Shard, ops: Ops, *, deferred: bool,
     ) -> None:  # fmt: skip
         """Allocate this rank's weights unfilled. deferred: see `Linear.allocate`."""
-        self._config, self._ops, self._window = config, ops, window
+        self._config, self._layer, self._ops = config, layer, ops
         self._heads = [len(heads) * config.head_dim for heads in (shard.heads, shard.kv_heads, shard.kv_heads)]
-        self._qk_norms: tuple[Tensor, Tensor] | None = None
-        if config.qk_norm:
-            query_norm, key_norm = torch.empty(2, config.head_dim, dtype=dtype, device=device)
-            self._qk_norms = query_norm, key_norm
+        vector = partial(torch.empty, dtype=dtype, device=device)
+        self._norms: tuple[Tensor, Tensor] | None = None
+        """Weights for each head, which the kernel applies."""
+        self._norms_of_all: NormsOfAllHeads | None = None
+        if config.qk_norm == "all":
+            # A key-value head that several ranks have is counted by each of them.
+            kv_heads = config.num_kv_heads * max(1, ranks.size // config.num_kv_heads)
+            sizes = [count * config.head_dim for count in (config.num_heads, kv_heads)]
+            norms = vector(self._heads[0]), vector(self._heads[1])
+            self._norms_of_all = NormsOfAllHeads(norms, sizes, config.rms_norm_eps, ranks, ops)
+        elif config.qk_norm == "head":
+            query_norm, key_norm = vector(2, config.head_dim)
+            self._norms = query_norm, key_norm
+        elif config.qk_norm == "plain" and layer.rope is not None:
+            ones = torch.ones(config.head_dim, dtype=dtype, device=device)
+            self._norms = ones, ones
         # float32, because the kernels add sinks to scores in float32.
         self._sinks = torch.empty(len(shard.heads), device=device) if config.sinks else None
         allocate = partial(Linear.allocate, dtype=dtype, device=device, deferred=deferred, ops=ops)
@@ -86,14 +106,15 @@ class QkvAttention:
     @property
     def vectors(self) -> dict[str, Tensor]:
         sinks = {} if self._sinks is None else {"self_attn.sinks": self._sinks}
-        if self._qk_norms is None:
+        norms = self._norms if self._norms_of_all is None else self._norms_of_all.weights
+        if norms is None or self._config.qk_norm == "plain":
             return sinks
-        return sinks | dict(zip(("self_attn.q_norm.weight", "self_attn.k_norm.weight"), self._qk_norms, strict=True))
+        return sinks | dict(zip(("self_attn.q_norm.weight", "self_attn.k_norm.weight"), norms, strict=True))
 
     def __call__(
         self,
         x: Tensor,
-        rotation: tuple[Tensor, Tensor] | None,
+        by_position: ByPosition,
         layer_cache: Tensor,
         slots: Tensor,
         attention: AttentionMetadata,
@@ -105,22 +126,65 @@ class QkvAttention:
             queries, gate = queries.unflatten(1, (-1, 2, config.head_dim)).unbind(2)  # type: ignore[no-untyped-call]
             qkv = torch.cat((queries.flatten(1), others), dim=1)
         attended = self._ops.qkv_attention(
-            qkv,
-            self._qk_norms,
+            self._prepared(qkv, by_position),
+            self._norms,
             config.rms_norm_eps,
             config.norm_offset,
-            rotation,
+            by_position.rotation,
             layer_cache,
             slots,
             attention,
             config.attention_scale,
-            self._window,
+            self._layer.window,
             config.attention_soft_cap,
             self._sinks,
+            self._layer.chunked,
         )
         if gate is not None:
             attended = self._ops.gated_activation(torch.cat((gate.flatten(1), attended), dim=1), "sigmoid")
         return self._out(attended, adapter_slots)
+
+    def _prepared(self, qkv: Tensor, by_position: ByPosition) -> Tensor:
+        """The input of the kernel, which does not compute these operations. Interleaved pairs are moved to the two
+        halves of a head, in queries and keys alike, so that products stay the same."""
+        swaps = self._config.interleaved and by_position.rotation is not None
+        if self._norms_of_all is None and by_position.factors is None and not swaps:
+            return qkv
+        query, key, value = torch.split(qkv, self._heads, dim=1)
+        if self._norms_of_all is not None:
+            query, key = self._norms_of_all(query, key)
+        if by_position.factors is not None:
+            query = (query * by_position.factors).to(qkv.dtype)
+        if swaps:
+            pairs = (-1, self._config.head_dim // 2, 2)
+            query, key = (part.unflatten(1, pairs).transpose(2, 3).flatten(1) for part in (query, key))  # type: ignore[no-untyped-call]
+        return torch.cat((query, key, value), dim=1)
+
+
+class NormsOfAllHeads:
+    """Norms of a token's query and key over all heads. Ranks add up the squares of their heads."""
+
+    def __init__(
+        self, weights: tuple[Tensor, Tensor], sizes: Sequence[int], eps: float, ranks: Ranks, ops: Ops
+    ) -> None:
+        """weights: of this rank's heads, for query and key. sizes: elements of query and key on all ranks together."""
+        self.weights = weights
+        self._eps, self._ranks, self._ops = eps, ranks, ops
+        self._sizes = torch.tensor(sizes, device=weights[0].device, dtype=torch.float32)
+
+    def __call__(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Both [num_tokens, elements of this rank's heads]."""
+        parts = (query, key)
+        if self._ranks.size == 1:
+            one, other = (self._ops.rms_norm(*pair, self._eps) for pair in zip(parts, self.weights, strict=True))
+            return one, other
+        squares = torch.stack([part.float().square().sum(1) for part in parts], dim=1)
+        scales = (self._ranks.all_reduce(squares) / self._sizes + self._eps).rsqrt()
+        one, other = (
+            (part * scale[:, None] * weight).to(part.dtype)
+            for part, scale, weight in zip(parts, scales.unbind(1), self.weights, strict=True)
+        )
+        return one, other
 
 
 class LatentAttention:
@@ -129,8 +193,8 @@ class LatentAttention:
     and values of single heads would be other sums, and a token's bits would depend on the chunk that computes it."""
 
     def __init__(
-        self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks, shard: Shard, ops: Ops,
-        *, deferred: bool,
+        self, config: DecoderConfig, layer: LayerConfig, dtype: torch.dtype, device: torch.device,  # noqa: ARG002
+        ranks: Ranks, shard: Shard, ops: Ops, *, deferred: bool,
     ) -> None:  # fmt: skip
         """Allocate this rank's weights unfilled. deferred: see `Linear.allocate`."""
         assert config.latent is not None
@@ -181,12 +245,13 @@ class LatentAttention:
     def __call__(
         self,
         x: Tensor,
-        rotation: tuple[Tensor, Tensor] | None,
+        by_position: ByPosition,
         layer_cache: Tensor,
         slots: Tensor,
         attention: AttentionMetadata,
         adapter_slots: Tensor | None,
     ) -> Tensor:
+        rotation = by_position.rotation
         assert rotation is not None
         latent, ops = self._latent, self._ops
         inputs = x

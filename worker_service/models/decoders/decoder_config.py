@@ -2,6 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import Tensor
 
 from kernels.linear.experts import Routing
 from kernels.ops import ClampedSwiglu
@@ -20,7 +23,7 @@ class MixtureNames:
     """The part of a name before the expert's number."""
     gate: str
     up: str | None
-    """None if `gate` is one tensor of gate and up, whose outputs alternate."""
+    """None if `gate` is one tensor of gate and up, or there are no gates and `gate` is up."""
     down: str
 
     @property
@@ -50,10 +53,20 @@ class Mixture:
     """The experts'; None for the decoder's."""
     shared_gate: bool = False
     """Whether each token multiplies the shared experts' output by a sigmoid (Qwen3-Next)."""
+    latent_size: int | None = None
+    """Elements of the experts' inputs and outputs, which projections connect with the hidden state (Nemotron-H); None
+    if experts compute hidden states."""
+    scales_inputs: bool = False
+    """Whether the router's weights multiply the experts' inputs, and not their outputs (Llama 4)."""
 
     def __post_init__(self) -> None:
         if self.num_chosen > self.num_experts:
             raise ValueError(f"num_experts_per_tok is {self.num_chosen}, and there are {self.num_experts} experts")
+
+    @property
+    def alternates(self) -> bool:
+        """Whether outputs of gate and up alternate where they are one tensor. Otherwise all of gate come first."""
+        return isinstance(self.activation, ClampedSwiglu)
 
 
 @dataclass(frozen=True)
@@ -90,15 +103,46 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class Temperature:
+    """Factors on queries that grow with the logarithm of their positions (Nakanishi, 2025)."""
+
+    step: int
+    """Positions with equal factors."""
+    growth: float
+
+    def factors(self, positions: Tensor) -> Tensor:
+        """positions: [num_tokens] int64. Returns [num_tokens, 1] float32. In float64, the last elements of a tensor,
+        which torch computes by other instructions, round to the same bits."""
+        steps = ((positions + 1) // self.step).double()
+        return (steps.log1p() * self.growth + 1.0).float()[:, None]
+
+
+@dataclass(frozen=True)
 class LayerConfig:
     rope: Rope | None
     """None without rotary embeddings."""
     window: int | None
-    """Size in tokens, including the query; None without a window."""
+    """Tokens that a token attends to, including itself; None for all earlier tokens."""
     mixture: Mixture | None = None
     """None for a dense layer. All mixtures of a network are equal."""
     mixer: Mixer | None = None
     """None for attention. Layers with a mixer keep states in place of keys and values."""
+    chunked: bool = False
+    """Whether a token attends to its own chunk of `window` tokens, in place of the last `window` tokens."""
+    temperature: Temperature | None = None
+    attends: bool = True
+    """Whether the layer has a first half: attention or a mixer."""
+    has_mlp: bool = True
+    """Whether the layer has a second half."""
+
+
+QkNorm = Literal["head", "all", "plain"]
+"""How queries and keys are normalised before rotary embeddings.
+
+    `head`   each head, with weights.
+    `all`    all heads of a token together, with weights.
+    `plain`  each head, without weights, and only in layers with rotary embeddings.
+"""
 
 
 @dataclass(frozen=True)
@@ -114,7 +158,7 @@ class DecoderConfig:
     max_model_len: int
     rms_norm_eps: float
     activation: str
-    """A function of `gated_activation`."""
+    """A function of `gated_activation`; without gates "relu2", the square of a ReLU."""
     layers: tuple[LayerConfig, ...]
     tied_embeddings: bool
     attention_scale: float
@@ -122,10 +166,13 @@ class DecoderConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
-    """Whether queries and keys are normalised per head, before rotary embeddings."""
+    qk_norm: QkNorm | None = None
+    interleaved: bool = False
+    """Whether rotated pairs are neighbours, and not in the two halves of a head. Latents: see `Latent`."""
+    pre_norms: bool = True
+    """Whether the inputs of both halves are normalised."""
     post_norms: bool = False
-    """Whether the outputs of both halves are normalised, too."""
+    """Whether the outputs of both halves are normalised."""
     gated_attention: bool = False
     """Whether each query head has a gate beside its query: a sigmoid for each element of its output (Qwen3-Next)."""
     sinks: bool = False
@@ -142,6 +189,8 @@ class DecoderConfig:
     logit_soft_cap: float | None = None
     fused_checkpoint: bool = False
     """Whether query, key and value are one tensor in the checkpoint, and gate and up another."""
+    gated_mlp: bool = True
+    """Whether dense networks and experts have gates. Otherwise they are `down(activation(up(x)))`."""
     fused_gate_up: bool = False
     """Whether gate and up of dense networks and shared experts are one tensor in the checkpoint."""
     renamed: tuple[tuple[str, str], ...] = ()
@@ -167,7 +216,7 @@ class DecoderConfig:
 
     @property
     def num_layers(self) -> int:
-        return len(self.layers)
+        return sum(layer.attends for layer in self.layers)
 
     @property
     def kv_parts(self) -> int:
@@ -180,22 +229,27 @@ class DecoderConfig:
 
     @property
     def tied(self) -> Mapping[str, str]:
-        return {"lm_head.weight": "model.embed_tokens.weight"} if self.tied_embeddings else {}
+        return {"lm_head.weight": self.embedding_name} if self.tied_embeddings else {}
 
     def untied(self, own: frozenset[str]) -> "DecoderConfig":
         return replace(self, tied_embeddings=False) if own else self
 
     @property
     def layer_needs(self) -> tuple[LayerNeeds, ...]:
-        """The needs of each layer, if some layers have states; otherwise (). See `needs_of`."""
-        if all(layer.mixer is None for layer in self.layers):
+        """The needs of each layer in the cache, if some layers have states; otherwise (). See `needs_of`."""
+        attending = [layer for layer in self.layers if layer.attends]
+        if all(layer.mixer is None for layer in attending):
             return ()
         return tuple(
-            LayerKeys(self.num_kv_heads, self.head_dim, self.kv_parts, layer.window)
+            LayerKeys(self.num_kv_heads, self.head_dim, self.kv_parts, layer.window, layer.chunked)
             if layer.mixer is None
             else layer.mixer.needs
-            for layer in self.layers
+            for layer in attending
         )
+
+    @property
+    def embedding_name(self) -> str:
+        return self.name("model.embed_tokens.weight")
 
     def name(self, llamas: str) -> str:
         """A tensor's name in the checkpoint."""
@@ -213,4 +267,9 @@ class DecoderConfig:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        return tuple(layer.window for layer in self.layers)
+        return tuple(layer.window for layer in self.layers if layer.attends)
+
+    @property
+    def chunks(self) -> tuple[bool, ...]:
+        """Whether each layer's window is a chunk."""
+        return tuple(layer.chunked for layer in self.layers if layer.attends)

@@ -4,21 +4,31 @@ ValueError for unsupported settings. Unread keys are refused (see `config_keys`)
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kernels.ops import ClampedSwiglu
 from worker_service.models.config.config_keys import check_all_read, check_generates
-from worker_service.models.config.config_limits import MAX_LAYERS
-from worker_service.models.config.rope import Rope, read_axial_rope, read_rope, read_theta, rope_of
-from worker_service.models.decoders.decoder_config import DecoderConfig, Mixture, MixtureNames
-from worker_service.models.decoders.deepseek import read_deepseek_v2, read_deepseek_v3, read_glm4_moe_lite
-from worker_service.models.decoders.family_keys import (
-    ACTIVATIONS,
+from worker_service.models.config.rope import read_axial_rope, read_rope
+from worker_service.models.decoders.decoder_config import DecoderConfig
+from worker_service.models.decoders.readers.deepseek import (
+    read_deepseek_v2,
+    read_deepseek_v3,
+    read_glm4_moe,
+    read_glm4_moe_lite,
+)
+from worker_service.models.decoders.readers.family_keys import (
     head_dim_of,
     num_layers_of,
     read_layers,
     read_qwen_windows,
-    read_size,
-    read_window,
-    read_windows,
+    rope_of_kind,
+    window_of,
+    windows_of,
+)
+from worker_service.models.decoders.readers.gemma import read_gemma, read_gemma2, read_gemma3
+from worker_service.models.decoders.readers.llama4 import read_llama4
+from worker_service.models.decoders.readers.mixtures import (
+    read_gpt_oss,
+    read_minimax_m2,
+    read_mixtral,
+    read_qwen3_moe,
 )
 from worker_service.models.decoders.states.families import FAMILIES_WITH_STATES
 from worker_service.read_keys import ReadKeys
@@ -36,26 +46,6 @@ def _mistral(json: ReadKeys) -> DecoderConfig:
     """Llama with a window in every layer. (Jiang et al., 2023.)"""
     return read_layers(
         json, num_kv_heads=8, windows=[json.integer("sliding_window", 4096, null=None)] * num_layers_of(json)
-    )
-
-
-def _mixtral(json: ReadKeys) -> DecoderConfig:
-    """Mistral with a mixture of experts in every layer. (Jiang et al., 2024.)"""
-    num_layers = num_layers_of(json)
-    mixture = Mixture(
-        num_experts=_num_experts(json, 8),
-        num_chosen=read_size(json, "num_experts_per_tok", 2),
-        intermediate_size=read_size(json, "intermediate_size"),
-        renormalise=True,
-        names=MixtureNames("block_sparse_moe.gate", "block_sparse_moe.experts", gate="w1", up="w3", down="w2"),
-    )
-    return read_layers(
-        json,
-        num_kv_heads=8,
-        eps=1e-5,
-        ropes=[read_rope(json, head_dim_of(json), 1_000_000.0)] * num_layers,
-        windows=[json.integer("sliding_window", None, null=None)] * num_layers,
-        mixtures=[mixture] * num_layers,
     )
 
 
@@ -83,7 +73,7 @@ def _qwen3(json: ReadKeys) -> DecoderConfig:
     attention_bias = json.boolean("attention_bias", False)
     return read_layers(
         json,
-        qk_norm=True,
+        qk_norm="head",
         num_kv_heads=32,
         qkv_bias=attention_bias,
         out_bias=attention_bias,
@@ -98,40 +88,12 @@ def _qwen3_vl(json: ReadKeys) -> DecoderConfig:
     rope = read_axial_rope(json, head_dim_of(json, 128), 500_000.0, sections=(24, 20, 20), is_interleaved=True)
     return read_layers(
         json,
-        qk_norm=True,
+        qk_norm="head",
         num_kv_heads=32,
         qkv_bias=attention_bias,
         out_bias=attention_bias,
         head_dim=128,
         ropes=[rope] * num_layers_of(json),
-    )
-
-
-def _qwen3_moe(json: ReadKeys) -> DecoderConfig:
-    """Qwen3 with experts in all or most layers, and an optional window in all. (Yang et al., 2025.)"""
-    json.neutral(use_qk_norm=True)
-    num_layers, interval = num_layers_of(json), json.integer("decoder_sparse_step", 1)
-    mixture = Mixture(
-        num_experts=_num_experts(json, 128),
-        num_chosen=read_size(json, "num_experts_per_tok", 8),
-        intermediate_size=read_size(json, "moe_intermediate_size", 768),
-        renormalise=json.boolean("norm_topk_prob", False),
-        names=MixtureNames("mlp.gate", "mlp.experts", gate="gate_proj", up="up_proj", down="down_proj"),
-    )
-    dense = json.integers("mlp_only_layers", least=0, most=MAX_LAYERS) or ()
-    has_experts = [number not in dense and (number + 1) % interval == 0 for number in range(num_layers)]
-    window = read_window(json, 4096)
-    if window is None:
-        json.without_effect("max_window_layers")
-    attention_bias = json.boolean("attention_bias", False)
-    return read_layers(
-        json,
-        qk_norm=True,
-        num_kv_heads=4,
-        qkv_bias=attention_bias,
-        out_bias=attention_bias,
-        windows=[window] * num_layers,
-        mixtures=[mixture if has else None for has in has_experts],
     )
 
 
@@ -143,7 +105,7 @@ def _smollm3(json: ReadKeys) -> DecoderConfig:
     if rotated is None:
         rotated = [int((number + 1) % interval != 0) for number in range(num_layers)]
     rope = read_rope(json, head_dim_of(json), 2_000_000.0)
-    window = read_window(json, None)
+    window = window_of(json, None)
     attention_bias = json.boolean("attention_bias", False)
     return read_layers(
         json,
@@ -153,7 +115,7 @@ def _smollm3(json: ReadKeys) -> DecoderConfig:
         mlp_bias=json.boolean("mlp_bias", False),
         tied_embeddings=True,
         ropes=[rope if rotates else None for rotates in rotated],
-        windows=read_windows(json, window, [not rotates for rotates in rotated]),
+        windows=windows_of(json, window, [not rotates for rotates in rotated]),
     )
 
 
@@ -170,106 +132,55 @@ def _phi3(json: ReadKeys) -> DecoderConfig:
     )
 
 
-def _gemma(json: ReadKeys) -> DecoderConfig:
-    """Llama with scaled embeddings, larger heads, and norm weights stored minus 1. (Gemma Team, 2024.)"""
-    return _read_gemma(json, "hidden_act", num_kv_heads=16)
-
-
-def _gemma2(json: ReadKeys) -> DecoderConfig:
-    """Gemma with post-norms, soft caps, and a window in every second layer. (Gemma Team, 2024.)"""
-    slides = [number % 2 == 0 for number in range(num_layers_of(json))]
-    window = json.integer("sliding_window", 4096, null=None)
-    json.neutral(sliding_window_size=window)  # Gemma 2's first files have both keys
-    return _read_gemma(
-        json,
-        num_kv_heads=4,
-        post_norms=True,
-        attention_scale=json.integer("query_pre_attn_scalar", 256) ** -0.5,
-        attention_soft_cap=json.number("attn_logit_softcapping", 50.0, null=None),
-        logit_soft_cap=json.number("final_logit_softcapping", 30.0, null=None),
-        windows=read_windows(json, window, slides),
-    )
-
-
-def _gemma3(json: ReadKeys) -> DecoderConfig:
-    """Gemma 2 with normalised queries and keys in place of soft caps, and a smaller `rope_theta` in layers with a
-    window. (Gemma Team, 2025.)"""
-    num_layers, pattern = num_layers_of(json), json.integer("sliding_window_pattern", 6)
-    window = json.integer("sliding_window", 4096, null=None)
-    windows = read_windows(json, window, [(number + 1) % pattern != 0 for number in range(num_layers)])
-    near = _gemma3_rope(json, "sliding_attention", "rope_local_base_freq", 10_000.0)
-    far = _gemma3_rope(json, "full_attention", "rope_theta", 1_000_000.0)
-    return _read_gemma(
-        json,
-        num_kv_heads=4,
-        qk_norm=True,
-        post_norms=True,
-        attention_scale=json.integer("query_pre_attn_scalar", 256) ** -0.5,
-        logit_soft_cap=json.number("final_logit_softcapping", None, null=None),
-        windows=windows,
-        ropes=[far if of_layer is None else near for of_layer in windows],
-    )
-
-
-_GPT_OSS_ROPE = {
-    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-    "original_max_position_embeddings": 4096,
-}  # fmt: skip
-
-
-def _gpt_oss(json: ReadKeys) -> DecoderConfig:
-    """Attention with sinks, and a window in every second layer; experts with biases and a clamped activation. (OpenAI,
-    2025.)"""
-    num_layers, num_chosen = num_layers_of(json), read_size(json, "num_experts_per_tok", 4)
-    rope = read_rope(json, head_dim_of(json, 64), 150_000.0, default=_GPT_OSS_ROPE)
-    scaling = json.plain.get("rope_parameters") or json.plain.get("rope_scaling") or _GPT_OSS_ROPE
-    # Repeated in OpenAI's files.
-    json.neutral(experts_per_token=num_chosen, initial_context_length=scaling.get("original_max_position_embeddings"))
-    json.neutral(hidden_act="silu")
-    mixture = Mixture(
-        num_experts=_num_experts(json, 128),
-        num_chosen=num_chosen,
-        intermediate_size=read_size(json, "intermediate_size"),
-        renormalise=True,
-        names=MixtureNames("mlp.router", "mlp.experts", gate="gate_up_proj", up=None, down="down_proj"),
-        biased=True,
-        activation=ClampedSwiglu(float(json.number("swiglu_alpha", 1.702)), float(json.number("swiglu_limit", 7.0))),
-    )
-    attention_bias = json.boolean("attention_bias", True)
+def _olmo3(json: ReadKeys) -> DecoderConfig:
+    """Llama whose halves' outputs are normalised in place of their inputs, with windows in most layers. Queries and
+    keys are normalised over all heads. (Team Olmo, 2025.)"""
+    slides = [(number + 1) % 4 != 0 for number in range(num_layers_of(json))]
+    windows = windows_of(json, json.integer("sliding_window", 4096), slides)
+    theta, near = 500_000.0, json.group("rope_parameters").group("sliding_attention")
+    if "rope_theta" not in near and json.plain.get("rope_theta", theta) != theta:
+        raise ValueError(
+            f"rope_theta is {json.plain['rope_theta']} for layers without a window only; rope_parameters must say it "
+            "for each kind of layer"
+        )
+    ropes = {kind: rope_of_kind(json, kind, head_dim_of(json), theta) for kind in ("full", "sliding")}
+    attention_bias = json.boolean("attention_bias", False)
     return read_layers(
         json,
-        num_kv_heads=8,
-        head_dim=64,
         eps=1e-5,
-        activation="silu",
-        sinks=True,
+        ropes=[ropes["full" if window is None else "sliding"] for window in windows],
+        windows=windows,
+        qk_norm="all",
+        pre_norms=False,
+        post_norms=True,
         qkv_bias=attention_bias,
         out_bias=attention_bias,
-        ropes=[rope] * num_layers,
-        windows=read_windows(json, json.integer("sliding_window", 128), [n % 2 == 0 for n in range(num_layers)]),
-        mixtures=[mixture] * num_layers,
     )
 
 
 FAMILIES: dict[str, Callable[[ReadKeys], DecoderConfig]] = FAMILIES_WITH_STATES | {
     "deepseek_v2": read_deepseek_v2,
     "deepseek_v3": read_deepseek_v3,
-    "gemma": _gemma,
-    "gemma2": _gemma2,
-    "gemma3_text": _gemma3,
+    "gemma": read_gemma,
+    "gemma2": read_gemma2,
+    "gemma3_text": read_gemma3,
+    "glm4_moe": read_glm4_moe,
     "glm4_moe_lite": read_glm4_moe_lite,
-    "gpt_oss": _gpt_oss,
+    "gpt_oss": read_gpt_oss,
     "kimi_k2": read_deepseek_v3,
     "llama": _llama,
+    "llama4_text": read_llama4,
     "mimo": _mimo,
+    "minimax_m2": read_minimax_m2,
     "mistral": _mistral,
-    "mixtral": _mixtral,
+    "mixtral": read_mixtral,
+    "olmo3": _olmo3,
     "phi3": _phi3,
     "qwen2": _qwen2,
     "qwen2_5_vl_text": _qwen2_vl,
     "qwen2_vl_text": _qwen2_vl,
     "qwen3": _qwen3,
-    "qwen3_moe": _qwen3_moe,
+    "qwen3_moe": read_qwen3_moe,
     "qwen3_vl_text": _qwen3_vl,
     "smollm3": _smollm3,
 }
@@ -292,45 +203,3 @@ _NETWORKS = {"kimi_k2": ("DeepseekV3ForCausalLM",)}
 
 WITH_MTP = ("mimo",)
 """Families with a layer for multi-token prediction in the checkpoint (see `mtp`)."""
-
-
-def _read_gemma(json: ReadKeys, act_name: str = "hidden_activation", **options: Any) -> DecoderConfig:
-    """Read the keys of all Gemmas. act_name: key of the activation; "hidden_act" and "hidden_activation" must not
-    differ."""
-    if json.boolean("use_bidirectional_attention", False, null=False):
-        raise ValueError("use_bidirectional_attention is True, and attention to later tokens is not supported")
-    activation = json.choice(act_name, ACTIVATIONS, "gelu_pytorch_tanh", null="gelu_pytorch_tanh")
-    if act_name == "hidden_act" and activation == "gelu":
-        activation = "gelu_pytorch_tanh"  # Gemma's first files mean the tanh variant
-    json.neutral(hidden_act=activation, hidden_activation=activation)
-    attention_bias = json.boolean("attention_bias", False)
-    return read_layers(
-        json,
-        head_dim=256,
-        tied_embeddings=True,
-        activation=activation,
-        norm_offset=1.0,
-        embedding_scale=float(read_size(json, "hidden_size")) ** 0.5,
-        qkv_bias=attention_bias,
-        out_bias=attention_bias,
-        **options,
-    )
-
-
-def _gemma3_rope(json: ReadKeys, kind: str, theta_name: str, theta: float) -> Rope:
-    """Older files scale only layers with full attention."""
-    older = json.group("rope_scaling") if kind == "full_attention" else ReadKeys({})
-    newer = json.group("rope_parameters").group(kind)
-    if older.plain and newer.plain:
-        raise ValueError("rope_parameters and rope_scaling are both there")
-    parameters = newer if newer.plain else older
-    theta = read_theta(parameters, json, theta_name, theta)
-    return rope_of(parameters, json, head_dim_of(json, 256), theta, is_scaled_length=True)
-
-
-def _num_experts(json: ReadKeys, default: int) -> int:
-    names = ("num_experts", "num_local_experts")
-    numbers = {read_size(json, name) for name in names if name in json}
-    if len(numbers) > 1:
-        raise ValueError("num_experts and num_local_experts say different numbers")
-    return min(numbers, default=default)

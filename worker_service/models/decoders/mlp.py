@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.backends import ops_for
 from kernels.linear.experts import choose_by_groups, choose_experts, group_rows
-from kernels.ops import Ops
+from kernels.ops import Activation, Ops
 from worker_service.models.decoders.decoder_config import DecoderConfig, Mixture
 from worker_service.models.layers.expert_linear import ExpertLinear
 from worker_service.models.layers.linear import Linear
@@ -18,6 +18,8 @@ from worker_service.models.layers.linear import Linear
 Projection = tuple[Linear, dict[str, int]]
 """A linear layer of fused projections: their names in a checkpoint, and outputs of each."""
 
+LATENT_PROJECTIONS = "mlp.fc1_latent_proj", "mlp.fc2_latent_proj"
+"""Names of the projections around experts of latents, into a latent and back."""
 SHARED_EXPERTS = "mlp.shared_experts"
 """Name of the shared experts in a checkpoint: one feed-forward network."""
 
@@ -39,8 +41,13 @@ class Mlp(Protocol):
         """x: [rows, hidden_size]; adapter_slots: see `Linear`. The caller sums the results of all ranks."""
 
 
+def _activate(x: Tensor, activation: Activation, ops: Ops) -> Tensor:
+    """x: gates beside the other units, or without gates ("relu2") all units; may be overwritten."""
+    return x.relu_().square_() if activation == "relu2" else ops.gated_activation(x, activation)
+
+
 class DenseMlp:
-    """`down(activation(gate(x)) * up(x))` (Shazeer, 2020)."""
+    """`down(activation(gate(x)) * up(x))` (Shazeer, 2020), or without gates `down(activation(up(x)))`."""
 
     def __init__(
         self,
@@ -59,7 +66,7 @@ class DenseMlp:
         self._config, self._inner, self._ops, self._name = config, inner, ops or ops_for(device), name
         allocate = partial(Linear.allocate, dtype=dtype, device=device, deferred=deferred, ops=self._ops)
         hidden, wide = config.hidden_size, self._ops.WIDE_PRODUCTS
-        self._gate_up = allocate(2 * inner, hidden, config.mlp_bias)
+        self._gate_up = allocate((1 + config.gated_mlp) * inner, hidden, config.mlp_bias)
         self._down = allocate(hidden, inner, config.mlp_bias, wide=wide, adds_bias=adds_bias)
 
     vectors: Mapping[str, Tensor] = MappingProxyType({})
@@ -67,7 +74,9 @@ class DenseMlp:
     @property
     def projections(self) -> list[Projection]:
         name = self._name
-        if self._config.fused_checkpoint or self._config.fused_gate_up:
+        if not self._config.gated_mlp:
+            gate_up = {f"{name}.up_proj": self._inner}
+        elif self._config.fused_checkpoint or self._config.fused_gate_up:
             gate_up = {f"{name}.gate_up_proj": 2 * self._inner}
         else:
             gate_up = {f"{name}.gate_proj": self._inner, f"{name}.up_proj": self._inner}
@@ -78,7 +87,7 @@ class DenseMlp:
         return self.projections
 
     def __call__(self, x: Tensor, adapter_slots: Tensor | None) -> Tensor:
-        activated = self._ops.gated_activation(self._gate_up(x, adapter_slots), self._config.activation)
+        activated = _activate(self._gate_up(x, adapter_slots), self._config.activation, self._ops)
         return self._down(activated, adapter_slots)
 
 
@@ -102,7 +111,7 @@ class MixtureMlp:
     ) -> None:
         """inner: this rank's inner units of an expert; adds_bias: whether this rank adds the biases of `down`;
         deferred, ops: see `ExpertLinear`. shared: the shared experts."""
-        self._config, self._mixture, self._inner, self._shared = config, mixture, inner, shared
+        self._config, self._mixture, self._shared = config, mixture, shared
         self._ops: Ops = ops or ops_for(device)
         empty, biased = partial(torch.empty, mixture.num_experts, dtype=dtype, device=device), mixture.biased
         self._router = Linear(
@@ -119,8 +128,15 @@ class MixtureMlp:
         allocate = partial(
             ExpertLinear, mixture.num_experts, dtype=dtype, device=device, biased=biased, deferred=deferred, ops=ops
         )
-        self._gate_up = allocate(2 * inner, config.hidden_size)
-        self._down = allocate(config.hidden_size, inner, wide=self._ops.WIDE_PRODUCTS, adds_bias=adds_bias)
+        size, wide = mixture.latent_size or config.hidden_size, self._ops.WIDE_PRODUCTS
+        self._units = (1 + config.gated_mlp) * inner
+        self._gate_up = allocate(self._units, size)
+        self._down = allocate(size, inner, wide=wide, adds_bias=adds_bias)
+        self._size, self._latents = size, list[Linear]()
+        if mixture.latent_size is not None:
+            linear = partial(Linear.allocate, dtype=dtype, device=device, deferred=deferred, ops=ops)
+            into = linear(size, config.hidden_size, config.mlp_bias)
+            self._latents = [into, linear(config.hidden_size, size, config.mlp_bias, wide=wide)]
         self._activation = mixture.activation or config.activation
 
     @property
@@ -129,16 +145,19 @@ class MixtureMlp:
         projections = [(self._router, {names.router: self._mixture.num_experts})]
         for number, (gate_up, down) in enumerate(zip(self._gate_up.experts, self._down.experts, strict=True)):
             expert = f"{names.experts}.{number}"
-            fused = {f"{expert}.{name}": 2 * self._inner // len(names.gate_up) for name in names.gate_up}
-            projections += [(gate_up, fused), (down, {f"{expert}.{names.down}": self._config.hidden_size})]
+            fused = {f"{expert}.{name}": self._units // len(names.gate_up) for name in names.gate_up}
+            projections += [(gate_up, fused), (down, {f"{expert}.{names.down}": self._size})]
         if self._shared_gate is not None:
             projections.append((self._shared_gate, {f"{SHARED_EXPERTS}_gate": 1}))
-        return projections + ([] if self._shared is None else self._shared.projections)
+        return projections + self.adapted
 
     @property
     def adapted(self) -> list[Projection]:
-        """Only shared experts can have adapters."""
-        return [] if self._shared is None else self._shared.adapted
+        """Shared experts and the projections of latents can have adapters, but not experts."""
+        sizes = self._size, self._config.hidden_size
+        named = zip(self._latents, LATENT_PROJECTIONS, sizes, strict=True) if self._latents else ()
+        latents: list[Projection] = [(linear, {name: size}) for linear, name, size in named]
+        return latents + ([] if self._shared is None else self._shared.adapted)
 
     @property
     def vectors(self) -> dict[str, Tensor]:
@@ -154,9 +173,15 @@ class MixtureMlp:
         else:
             weights, experts = choose_experts(self._router(x), self._mixture.num_chosen, self._mixture.renormalise)
         rows = group_rows(experts, self._mixture.num_experts)
-        inner = self._gate_up(x.index_select(0, rows.tokens), rows.ends)
-        returned = self._down(self._ops.gated_activation(inner, self._activation), rows.ends)
+        inputs = (self._latents[0](x, adapter_slots) if self._latents else x).index_select(0, rows.tokens)
+        if self._mixture.scales_inputs:
+            of_rows = torch.empty_like(weights).flatten().scatter_(0, rows.places.flatten(), weights.flatten())
+            inputs, weights = (inputs * of_rows[:, None]).to(x.dtype), torch.ones_like(weights)
+        inner = self._gate_up(inputs, rows.ends)
+        returned = self._down(_activate(inner, self._activation, self._ops), rows.ends)
         combined = self._ops.combine_rows(returned, rows.places, weights)
+        if self._latents:
+            combined = self._latents[1](combined.to(x.dtype), adapter_slots).float()
         if self._shared is None:
             return combined
         shared = self._shared(x, adapter_slots)

@@ -85,16 +85,23 @@ class Shard:
             "self_attn.o_proj.weight": Cut((len(hidden), outputs), [hidden], _times(self.heads, config.value_dim)),
             "mlp.down_proj.weight": Cut((len(hidden), config.intermediate_size), [hidden], self.inner),
         }
+        if config.qk_norm == "all":
+            counts = config.num_heads, config.num_kv_heads
+            for name, count, heads in zip(("q_norm", "k_norm"), counts, (self.heads, self.kv_heads), strict=True):
+                own = [_times(heads, config.head_dim)]
+                layer[f"self_attn.{name}.weight"] = Cut((count * config.head_dim,), own, range(1))
         if (mixture := config.mixture) is not None:
-            names, own = mixture.names, (mixture.intermediate_size, self.expert_inner)
-            networks = {f"{names.experts}.{number}": own for number in range(mixture.num_experts)}
-            if mixture.shared_size:
-                networks[SHARED_EXPERTS] = mixture.shared_size, self.shared_inner
-            for network, (units, stretch) in networks.items():
-                times = 2 // len(names.gate_up)  # 2: gate and up alternate in one tensor
-                part = (times * units, _times(stretch, times))
-                rows |= {f"{network}.{name}": ([part], hidden) for name in names.gate_up}
-                layer[f"{network}.{names.down}.weight"] = Cut((len(hidden), units), [hidden], stretch)
+            names, units = mixture.names, mixture.intermediate_size
+            inner = [(units, self.expert_inner)] * (2 // len(names.gate_up))
+            if mixture.alternates:
+                inner = [(2 * units, _times(self.expert_inner, 2))]
+            for number in range(mixture.num_experts):
+                expert = f"{names.experts}.{number}"
+                rows |= {f"{expert}.{name}": (inner, hidden) for name in names.gate_up}
+                layer[f"{expert}.{names.down}.weight"] = Cut((len(hidden), units), [hidden], self.expert_inner)
+            shared = mixture.shared_size, self.shared_inner
+            rows |= {f"{SHARED_EXPERTS}.{name}": ([shared], hidden) for name in ("gate_proj", "up_proj")}
+            layer[f"{SHARED_EXPERTS}.down_proj.weight"] = Cut((len(hidden), shared[0]), [hidden], shared[1])
         for name, (parts, inputs) in rows.items():
             total, stretches = _joined(parts)
             layer[f"{name}.weight"] = Cut((total, len(inputs)), stretches, inputs)
@@ -104,8 +111,8 @@ class Shard:
             "model.embed_tokens.weight": tokens,
             "lm_head.weight": tokens,
             **{
-                f"model.layers.{number}.{name}": cut
-                for number in range(config.num_layers)
+                f"model.layers.{number}.{config.name(name)}": cut
+                for number in range(len(config.layers))
                 for name, cut in layer.items()
             },
         }

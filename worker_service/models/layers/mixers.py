@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from worker_service.models.layer_needs import LayerStates, State
 
+MAX_TAPS = 64
+"""The most inputs of a convolution."""
+
 
 @dataclass(frozen=True)
 class ShortConvolution:
@@ -69,6 +72,8 @@ class Mamba2:
     taps: int
     convolution_bias: bool
     projection_bias: bool
+    least_step: float = 0.0
+    """Smaller steps are raised to it."""
 
     def __post_init__(self) -> None:
         if self.heads % self.groups:

@@ -8,11 +8,11 @@ from kernels.linear.experts import Routing
 from worker_service.models.config.config_limits import MAX_EXPERTS, MAX_LAYERS
 from worker_service.models.config.rope import read_axial_rope, read_rope
 from worker_service.models.decoders.decoder_config import DecoderConfig, Mixture, MixtureNames
-from worker_service.models.decoders.family_keys import head_dim_of, num_layers_of, read_layers, read_size
-from worker_service.models.layers.mixers import DeltaNet, Mamba2, ShortConvolution
+from worker_service.models.decoders.readers.family_keys import head_dim_of, num_layers_of, read_layers, read_size
+from worker_service.models.decoders.states.nemotron import read_nemotron_h
+from worker_service.models.layers.mixers import MAX_TAPS, DeltaNet, Mamba2, ShortConvolution
 from worker_service.read_keys import ReadKeys
 
-_MAX_TAPS = 64
 _ATTENTION = {"full_attention": True, "attention": True}
 _LINEAR = _ATTENTION | {"linear_attention": False, "mamba": False}
 """Kinds of layers, older names among them, and whether they are attention."""
@@ -101,7 +101,7 @@ def _read_lfm2(json: ReadKeys, is_attention: Sequence[bool], **options: Any) -> 
         tied_embeddings=json.boolean("tie_embedding", tied),
         ropes=[rope if attends else None for attends in is_attention],
         mixers=[None if attends else mixer for attends in is_attention],
-        qk_norm=True,
+        qk_norm="head",
         **options,
     )
 
@@ -264,7 +264,7 @@ def _read_qwen(
         ropes=[rope if attends else None for attends in is_attention],
         mixers=[None if attends else mixer for attends in is_attention],
         mixtures=mixtures,
-        qk_norm=True,
+        qk_norm="head",
         gated_attention=True,
         norm_offset=1.0,
         qkv_bias=attention_bias,
@@ -282,13 +282,14 @@ def _attends(json: ReadKeys, default: list[bool]) -> list[bool]:
 
 
 def _taps(json: ReadKeys, name: str, default: int) -> int:
-    return json.integer(name, default, least=2, most=_MAX_TAPS)
+    return json.integer(name, default, least=2, most=MAX_TAPS)
 
 
 FAMILIES_WITH_STATES: dict[str, Callable[[ReadKeys], DecoderConfig]] = {
     "granitemoehybrid": read_granite_hybrid,
     "lfm2": read_lfm2,
     "lfm2_moe": read_lfm2_moe,
+    "nemotron_h": read_nemotron_h,
     "qwen3_5_moe_text": read_qwen3_5_moe,
     "qwen3_5_text": read_qwen3_5,
     "qwen3_next": read_qwen3_next,

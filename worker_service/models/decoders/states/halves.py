@@ -47,7 +47,7 @@ class ConvolutionHalf:
         return _convolution("conv.conv", self._weight, self._bias)
 
     def __call__(
-        self, x: Tensor, rotation: Any, layer_cache: States, slots: Tensor,  # noqa: ARG002 (attention uses them)
+        self, x: Tensor, by_position: Any, layer_cache: States, slots: Tensor,  # noqa: ARG002 (attention uses them)
         attention: AttentionMetadata, adapter_slots: Tensor | None,
     ) -> Tensor:  # fmt: skip
         (states,) = layer_cache
@@ -101,7 +101,7 @@ class DeltaHalf:
         }
 
     def __call__(
-        self, x: Tensor, rotation: Any, layer_cache: States, slots: Tensor,  # noqa: ARG002 (attention uses them)
+        self, x: Tensor, by_position: Any, layer_cache: States, slots: Tensor,  # noqa: ARG002 (attention uses them)
         attention: AttentionMetadata, adapter_slots: Tensor | None,
     ) -> Tensor:  # fmt: skip
         mixer, ops, (convolved, states) = self._mixer, self._ops, layer_cache
@@ -174,7 +174,7 @@ class MambaHalf:
         }
 
     def __call__(
-        self, x: Tensor, rotation: Any, layer_cache: States, slots: Tensor,  # noqa: ARG002 (attention uses them)
+        self, x: Tensor, by_position: Any, layer_cache: States, slots: Tensor,  # noqa: ARG002 (attention uses them)
         attention: AttentionMetadata, adapter_slots: Tensor | None,
     ) -> Tensor:  # fmt: skip
         mixer, ops, (convolved, states) = self._mixer, self._ops, layer_cache
@@ -186,6 +186,8 @@ class MambaHalf:
         b, c = (part.unflatten(1, (mixer.groups, mixer.columns)) for part in (b, c))  # type: ignore[no-untyped-call]
         steps = steps.float() + self._dt_bias
         dt = _activated(ops, "softplus", steps, torch.ones_like(steps))
+        if mixer.least_step:
+            dt.clamp_(min=mixer.least_step)
         scanned = ops.selective_scan(heads, dt, self._a_log.exp().neg(), b, c, self._d, states, attention)
         gated = _activated(ops, "silu", z.float(), scanned.flatten(1).float())
         by_group = gated.unflatten(1, (mixer.groups, -1))  # type: ignore[no-untyped-call]

@@ -1,5 +1,5 @@
-"""Reads the config.json of DeepSeek V2 and V3, and of networks like V3: Kimi K2 and GLM-4.7-Flash. They have latent
-attention, and experts in groups beside shared ones. (DeepSeek-AI, 2024.)"""
+"""Reads the config.json of DeepSeek V2 and V3, and of networks like V3: Kimi K2, GLM-4.7-Flash and GLM-4.5. All have
+experts in groups beside shared ones, and all but GLM-4.5 latent attention. (DeepSeek-AI, 2024.)"""
 
 from collections.abc import Sequence
 from math import log
@@ -8,7 +8,7 @@ from typing import Any
 from kernels.linear.experts import Routing
 from worker_service.models.config.rope import read_rope
 from worker_service.models.decoders.decoder_config import DecoderConfig, Latent, Mixture, MixtureNames
-from worker_service.models.decoders.family_keys import num_layers_of, read_layers, read_size
+from worker_service.models.decoders.readers.family_keys import head_dim_of, num_layers_of, read_layers, read_size
 from worker_service.read_keys import REFUSED, ReadKeys
 
 _NAMES = MixtureNames("mlp.gate", "mlp.experts", gate="gate_proj", up="up_proj", down="down_proj")
@@ -55,17 +55,27 @@ def read_glm4_moe_lite(json: ReadKeys) -> DecoderConfig:
     return _read_like_v3(json, mixture, has_experts, query_rank=768, sizes=(512, 192, 64, 256), eps=1e-5)
 
 
+def read_glm4_moe(json: ReadKeys) -> DecoderConfig:
+    """DeepSeek V3's experts, with keys and values of single heads, which are rotated in part. (GLM-4.5 to 4.7; Z.ai,
+    2025.)"""
+    mixture = _v3_mixture(json, (1, 1), scale=1.0, num_experts=128, num_chosen=8, size=1408)
+    has_experts = _after(json, 1)
+    return read_layers(
+        json,
+        num_kv_heads=8,
+        eps=1e-5,
+        ropes=[read_rope(json, head_dim_of(json), parts_of_heads=True, share=0.5)] * len(has_experts),
+        mixtures=[mixture if has else None for has in has_experts],
+        qk_norm="head" if json.boolean("use_qk_norm", False) else None,
+        qkv_bias=json.boolean("attention_bias", False),
+        ignored_tensors=_mtp_layers(json),
+    )
+
+
 def _read_like_v3(
     json: ReadKeys, mixture: Mixture, has_experts: Sequence[bool], *, query_rank: int, sizes: tuple[int, int, int, int],
     eps: float = 1e-6,
 ) -> DecoderConfig:  # fmt: skip
-    # Layers for multi-token prediction lie behind the last layer in a checkpoint. They are not used.
-    names = ("num_nextn_predict_layers", "num_mtp_layers")  # the second is from transformers
-    counts = {json.integer(name, least=0, most=8) for name in names if name in json}
-    if len(counts) > 1:
-        raise ValueError(f"{names[0]} and {names[1]} say different numbers")
-    num_layers = num_layers_of(json)
-    ignored = tuple(rf"^model\.layers\.{num_layers + number}\." for number in range(min(counts, default=1)))
     interleaved = json.boolean("rope_interleave", True, null=False)
     return _read(
         json,
@@ -75,8 +85,19 @@ def _read_like_v3(
         interleaved=interleaved,
         sizes=sizes,
         eps=eps,
-        ignored_tensors=ignored,
+        ignored_tensors=_mtp_layers(json),
     )
+
+
+def _mtp_layers(json: ReadKeys) -> tuple[str, ...]:
+    """Patterns for tensors of the layers for multi-token prediction, which lie behind the last layer in a checkpoint.
+    They are not used."""
+    names = ("num_nextn_predict_layers", "num_mtp_layers")  # the second is from transformers
+    counts = {json.integer(name, least=0, most=8) for name in names if name in json}
+    if len(counts) > 1:
+        raise ValueError(f"{names[0]} and {names[1]} say different numbers")
+    num_layers = num_layers_of(json)
+    return tuple(rf"^model\.layers\.{num_layers + number}\." for number in range(min(counts, default=1)))
 
 
 def _v3_mixture(json: ReadKeys, groups: tuple[int, int], *, scale: float, **defaults: int) -> Mixture:

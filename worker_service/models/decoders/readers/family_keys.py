@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from worker_service.models.config.config_limits import SIZES
-from worker_service.models.config.rope import Rope, read_rope
+from worker_service.models.config.rope import Rope, read_rope, read_theta, rope_of
 from worker_service.models.decoders.decoder_config import DecoderConfig, Latent, LayerConfig, Mixture
 from worker_service.models.layers.mixers import Mixer
 from worker_service.read_keys import REFUSED, ReadKeys
@@ -24,6 +24,7 @@ def read_layers(
     tied_embeddings: bool = False,
     activation: str | None = None,
     intermediate_size: int | None = None,
+    num_layers: int | None = None,
     ropes: Sequence[Rope | None] | None = None,
     windows: Sequence[int | None] | None = None,
     mixtures: Sequence[Mixture | None] | None = None,
@@ -33,11 +34,11 @@ def read_layers(
     **options: Any,
 ) -> DecoderConfig:
     """Read the keys of all families. num_kv_heads, head_dim, eps, tied_embeddings: the family's defaults. With `latent`
-    the caller gives `ropes`. With `intermediate_size` or `mixers`, the caller has read `intermediate_size` or
-    `layer_types`."""
+    the caller gives `ropes`. With `intermediate_size`, `num_layers` or `mixers`, the caller has read
+    `intermediate_size`, `num_hidden_layers` or `layer_types`."""
     if activation is None:
         activation = json.choice("hidden_act", ACTIVATIONS, "silu")
-    num_heads, num_layers = read_size(json, "num_attention_heads"), num_layers_of(json)
+    num_heads, num_layers = read_size(json, "num_attention_heads"), num_layers or num_layers_of(json)
     if latent is None:
         head_dim = head_dim_of(json, head_dim)
         num_kv_heads = read_size(json, "num_key_value_heads", num_kv_heads or num_heads, null=num_heads)
@@ -60,7 +61,7 @@ def read_layers(
         head_dim=head_dim,
         max_model_len=_max_model_len(json, ropes),
         rms_norm_eps=float(json.number(eps_name, eps)),
-        activation=ACTIVATIONS[activation],
+        activation=ACTIVATIONS.get(activation, activation),
         layers=tuple(
             LayerConfig(rope, window, mixture, mixer)
             for rope, window, mixture, mixer in zip(
@@ -104,7 +105,30 @@ def head_dim_of(json: ReadKeys, default: int | None = None) -> int:
     return found
 
 
-def read_window(json: ReadKeys, default: int | None) -> int | None:
+def rope_of_kind(
+    json: ReadKeys, kind: str, head_dim: int, theta: float, theta_name: str = "rope_theta", *,
+    is_scaled_length: bool = False,
+) -> Rope:  # fmt: skip
+    """The rotary embeddings of layers with "full" or "sliding" attention. Older files scale only those with full
+    attention. theta: the family's default; theta_name: its key at the top. is_scaled_length: see `rope_of`."""
+    older = json.group("rope_scaling") if kind == "full" else ReadKeys({})
+    newer = json.group("rope_parameters").group(f"{kind}_attention")
+    if older.plain and newer.plain:
+        raise ValueError("rope_parameters and rope_scaling are both there")
+    parameters = newer if newer.plain else older
+    theta = read_theta(parameters, json, theta_name, theta)
+    return rope_of(parameters, json, head_dim, theta, is_scaled_length=is_scaled_length)
+
+
+def num_experts_of(json: ReadKeys, default: int) -> int:
+    names = ("num_experts", "num_local_experts")
+    numbers = {read_size(json, name) for name in names if name in json}
+    if len(numbers) > 1:
+        raise ValueError("num_experts and num_local_experts say different numbers")
+    return min(numbers, default=default)
+
+
+def window_of(json: ReadKeys, default: int | None) -> int | None:
     """The window of families whose layers have one only if `use_sliding_window` is true."""
     window, uses = json.integer("sliding_window", default, null=None), json.boolean("use_sliding_window", False)
     return window if uses else None
@@ -112,11 +136,11 @@ def read_window(json: ReadKeys, default: int | None) -> int | None:
 
 def read_qwen_windows(json: ReadKeys, first: int = 28) -> list[int | None]:
     """first: the family's default of the first layer with a window."""
-    window, first = read_window(json, 4096), json.integer("max_window_layers", first, least=0)
-    return read_windows(json, window, [number >= first for number in range(num_layers_of(json))])
+    window, first = window_of(json, 4096), json.integer("max_window_layers", first, least=0)
+    return windows_of(json, window, [number >= first for number in range(num_layers_of(json))])
 
 
-def read_windows(json: ReadKeys, window: int | None, slides: Sequence[bool]) -> list[int | None]:
+def windows_of(json: ReadKeys, window: int | None, slides: Sequence[bool]) -> list[int | None]:
     """Each layer's window. slides: layers with a window if config.json has no `layer_types`."""
     types = json.choices("layer_types", _KINDS, len(slides))
     if types is not None:

@@ -1,0 +1,1 @@
+"""Readers of the config.json of native families."""
