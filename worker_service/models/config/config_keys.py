@@ -12,6 +12,7 @@ BOOKKEEPING = frozenset({
     "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal", "_commit_hash",
     "_experts_implementation", "_experts_implementation_internal", "_flash_attn_2_enabled", "_from_model_config",
     "_model_name_or_path", "_name_or_path", "_sliding_window_pattern", "export_model_type", "finetuning_task",
+    "is_composition",
     "is_llama_config", "model_max_length", "model_name", "name_or_path", "revision", "tokenizer_class",
     "tokenizer_model_max_length", "tokenizer_padding_side", "transformers.js_config", "transformers_version",
     "unsloth_fixed", "unsloth_training", "unsloth_version",
@@ -23,7 +24,8 @@ EXECUTION = frozenset({
     "experts_implementation",
     "fusion_config", "inference_runner", "kernel_config", "pad_key_length", "pre_allocate_kv_cache", "pretraining_tp",
     "reference_compile", "repad_logits_with_grad", "return_dict", "tf_legacy_loss", "torch_dtype", "torchscript",
-    "transformers_weights", "use_bfloat16", "use_cache", "use_parallel_embedding", "validate_runner_input",
+    "transformers_weights", "use_bfloat16", "use_cache", "use_parallel_embedding",
+    "use_reentrant_checkpoints", "validate_runner_input",
 })  # fmt: skip
 """Settings of other programs that compute or store the network. `--dtype auto` reads `dtype` elsewhere."""
 
@@ -33,7 +35,8 @@ CODE = frozenset({"auto_map", "custom_generate", "custom_pipelines", "trust_remo
 TRAINING = frozenset({
     "activation_dropout", "attention_dropout", "attention_probs_dropout_prob", "aux_loss_alpha", "classif_dropout",
     "embd_pdrop", "embedding_dropout", "gradient_checkpointing", "hidden_dropout", "hidden_dropout_prob",
-    "initializer_factor", "initializer_range", "layerdrop", "output_router_logits", "replacing_rate", "resid_pdrop",
+    "ignore_index", "initializer_factor", "initializer_range",
+    "layerdrop", "output_router_logits", "replacing_rate", "resid_pdrop",
     "router_aux_loss_coef", "router_jitter_noise", "save_step", "seq_aux",
 })  # fmt: skip
 """Settings for training only."""

@@ -44,6 +44,8 @@ _FAMILIES = {
 }
 _REPEATED_BY_IDEFICS: Mapping[str, object] = {"qk_layer_norms": False, "use_resampler": False}
 """Keys of text_config that are not the text network's, with the only value allowed."""
+_UNUSED_BY_IDEFICS = ("neftune_noise_alpha", "perceiver_config")
+"""Keys of text_config for training, and for a resampler that no network of these families has."""
 _FLAT = ("qwen2_5_vl", "qwen2_vl")
 """Families whose older files have the text network's keys beside those of the images."""
 _DEFAULTS: Mapping[str, Mapping[str, object]] = {
@@ -51,8 +53,12 @@ _DEFAULTS: Mapping[str, Mapping[str, object]] = {
         "hidden_size": 4096, "intermediate_size": 11_008, "max_position_embeddings": 2048, "num_attention_heads": 32,
         "num_hidden_layers": 32, "vocab_size": 32_000,
     },
+    "mistral": {
+        "hidden_size": 4096, "intermediate_size": 14_336, "max_position_embeddings": 131_072,
+        "num_attention_heads": 32, "num_hidden_layers": 32, "vocab_size": 32_000,
+    },
 }  # fmt: skip
-"""Sizes that LLaVA's published files leave out, because they are transformers' defaults."""
+"""Sizes that published files leave out, because they are transformers' defaults."""
 TENSORS_OF_IMAGES = (
     r"^(model\.)?(connector|image_newline|multi_modal_projector|vision_model|vision_tower|visual)(\.|$)",
 )
@@ -79,6 +85,8 @@ def text_part(json: Mapping[str, Any]) -> Mapping[str, Any]:
         return json
     shared = {name: json[name] for name in ("tie_word_embeddings",) if name in json}
     known = {"architectures", "model_type", "text_config", *whole.keys, *shared, *HARMLESS}
+    if json.get("vocab_size") == text.get("vocab_size"):  # repeated
+        known.add("vocab_size")
     refuse({name: value for name, value in json.items() if name not in known}, family)
     text_family = text.get("model_type", whole.text)
     if text_family != whole.text and not whole.takes_others:
@@ -90,8 +98,10 @@ def text_part(json: Mapping[str, Any]) -> Mapping[str, Any]:
             raise ValueError(f"{name} is {value} for the network, and {text[name]} in text_config")
     if whole.ties and not shared:
         shared = {"tie_word_embeddings": True}
+    text = {name: value for name, value in text.items() if name != "architectures"}  # the family counts
     if whole.keys is _OF_IDEFICS:
-        neutral = {**_REPEATED_BY_IDEFICS, "pixel_shuffle_factor": json.get("scale_factor", 2)}
+        unused = {name: text[name] for name in _UNUSED_BY_IDEFICS if name in text}
+        neutral = {**_REPEATED_BY_IDEFICS, **unused, "pixel_shuffle_factor": json.get("scale_factor", 2)}
         text = {name: value for name, value in text.items() if name not in neutral or value != neutral[name]}
     text = {**_DEFAULTS.get(text_family, {}), **text, **shared, "model_type": text_family}
     return {name: _without_mrope(value) if name in _ROPES else value for name, value in text.items()}
@@ -104,5 +114,7 @@ def _without_mrope(parameters: object) -> object:
     """Qwen2-VL's first files name the type of rotary embeddings "mrope", which is the default type with sections."""
     if not isinstance(parameters, Mapping):
         return parameters
-    is_kind = {"rope_type", "type"}.__contains__
-    return {name: "default" if is_kind(name) and value == "mrope" else value for name, value in parameters.items()}
+    return {
+        name: "default" if name in ("rope_type", "type") and value == "mrope" else value
+        for name, value in parameters.items()
+    }

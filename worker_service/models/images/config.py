@@ -45,7 +45,8 @@ class ImageConfig:
         )  # fmt: skip
         if network.model_type in TILED:  # the image processor's
             keys.without_effect("max_image_size", "size")
-        check_known(keys.unread(), vision, AutoModel._model_mapping.get(type(vision), network_class))
+        unread = {**keys.unread(), "model_type": vision.model_type}
+        check_known(unread, vision, AutoModel._model_mapping.get(type(vision), network_class))
         num_deep, num_layers = (
             len(getattr(vision, "deepstack_visual_indexes", ())),
             network.text_config.num_hidden_layers,

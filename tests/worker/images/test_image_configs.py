@@ -1,0 +1,89 @@
+"""Published config.json files of models that read images, shortened, say what their text networks are."""
+
+from typing import Any
+
+import pytest
+
+from worker_service.models.config.text_part import text_part
+from worker_service.models.images.config import ImageConfig
+from worker_service.models.registry import read_config
+
+SMOLVLM: dict[str, Any] = {
+    "architectures": ["Idefics3ForConditionalGeneration"], "model_type": "idefics3", "image_token_id": 49190,
+    "scale_factor": 4, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True,
+    "use_reentrant_checkpoints": False, "vocab_size": 49280,
+    "text_config": {
+        "architectures": ["VLlama3ForCausalLM"], "model_type": "llama", "head_dim": 64, "hidden_size": 576,
+        "intermediate_size": 1536, "is_llama_config": True, "max_position_embeddings": 8192,
+        "neftune_noise_alpha": 0.0, "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3,
+        "perceiver_config": {"model_type": "vllama3"}, "pixel_shuffle_factor": 4, "qk_layer_norms": False,
+        "rms_norm_eps": 1e-05, "rope_interleaved": False, "rope_theta": 100000, "use_resampler": False,
+        "vocab_size": 49280,
+    },
+    "vision_config": {
+        "hidden_size": 768, "image_size": 512, "max_image_size": {"longest_edge": 512}, "model_type": "idefics3",
+        "num_attention_heads": 12, "patch_size": 16, "size": {"longest_edge": 2048}, "tie_word_embeddings": False,
+        "use_base_siglip": False,
+    },
+}  # fmt: skip
+LLAVA: dict[str, Any] = {
+    "architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "ignore_index": -100,
+    "image_token_index": 32000, "projector_hidden_act": "gelu", "vision_feature_layer": -2,
+    "vision_feature_select_strategy": "default", "vocab_size": 32064,
+    "text_config": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 4096,
+                    "rms_norm_eps": 1e-05, "vocab_size": 32064},
+    "vision_config": {
+        "hidden_size": 1024, "image_size": 336, "intermediate_size": 4096, "model_type": "clip_vision_model",
+        "num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": 14, "projection_dim": 768,
+        "vocab_size": 32000,
+    },
+}  # fmt: skip
+QWEN2_5_VL: dict[str, Any] = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "attention_dropout": 0.0,
+    "bos_token_id": 151643, "eos_token_id": 151645, "vision_start_token_id": 151652, "vision_end_token_id": 151653,
+    "vision_token_id": 151654, "image_token_id": 151655, "video_token_id": 151656, "hidden_act": "silu",
+    "hidden_size": 2048, "intermediate_size": 11008, "max_position_embeddings": 128000, "max_window_layers": 70,
+    "num_attention_heads": 16, "num_hidden_layers": 36, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True, "use_sliding_window": False,
+    "vocab_size": 151936, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "vision_config": {
+        "depth": 32, "hidden_act": "silu", "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
+        "in_chans": 3, "out_hidden_size": 2048, "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14,
+        "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31], "tokens_per_second": 2,
+        "temporal_patch_size": 2,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("json", [SMOLVLM, LLAVA, QWEN2_5_VL], ids=["smolvlm", "llava", "qwen2_5_vl"])
+def test_published_files_are_read(json: dict[str, Any]) -> None:
+    text, config, images = json.get("text_config", json), read_config(json), ImageConfig.from_json(json)
+    assert config.max_model_len == text["max_position_embeddings"]
+    assert config.hidden_size == text.get("hidden_size", 4096)
+    assert images.network.vision_config.hidden_size == json["vision_config"]["hidden_size"]
+
+
+@pytest.mark.parametrize(
+    ("json", "reason"),
+    [
+        (SMOLVLM | {"text_config": SMOLVLM["text_config"] | {"use_resampler": True}}, "use_resampler = True"),
+        (SMOLVLM | {"text_config": SMOLVLM["text_config"] | {"pixel_shuffle_factor": 2}}, "pixel_shuffle_factor = 2"),
+        (
+            LLAVA | {"text_config": LLAVA["text_config"] | {"model_type": "t5"}},
+            "whose text network is 't5' is not supported",
+        ),
+        (QWEN2_5_VL | {"odd": 1}, "odd = 1"),
+    ],
+    ids=str,
+)
+def test_what_text_networks_do_not_read_is_refused(json: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        read_config(json)
+
+
+@pytest.mark.parametrize(("name", "value"), [("spatial_patch_size", 7), ("odd", 1)])
+def test_what_networks_for_images_do_not_read_is_refused(name: str, value: int) -> None:
+    json = QWEN2_5_VL | {"vision_config": QWEN2_5_VL["vision_config"] | {name: value}}
+    assert text_part(json)["model_type"] == "qwen2_5_vl_text"  # texts do not need it
+    with pytest.raises(ValueError, match=f"{name} = {value}"):
+        ImageConfig.from_json(json)
