@@ -1,6 +1,9 @@
 """LLaVA with a CLIP or SigLIP tower: the same number of image tokens for every image, which is resized and cropped to a
 square."""
 
+from typing import NamedTuple
+
+from pagewire_common.images.head import MAX_PIXELS
 from pagewire_common.images.layout import ImageLayout, ImageLayouts, ImagePart
 from pagewire_common.images.model_images import ModelImages, same
 from pagewire_common.images.pixtral import pixtral_layouts
@@ -10,6 +13,25 @@ _TOWERS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 _SIDES = {"LlavaImageProcessor": 224, "CLIPImageProcessor": 224, "SiglipImageProcessor": 224}
 
 
+class _Sizes(NamedTuple):
+    """`side`: of the square that every image becomes. `shortest_edge`: of an image before it is cropped; 0 if all
+    images are resized to the same size. `pads`: whether an image first gets a border that makes it a square."""
+
+    side: int
+    shortest_edge: int = 0
+    pads: bool = False
+
+    def check(self, width: int, height: int) -> None:
+        """Refuse an image of which the image processor would make far more pixels. Raises ValueError."""
+        longer, shorter = max(width, height), min(width, height)
+        number = longer**2 if self.pads else self.shortest_edge**2 * longer // shorter
+        if number > MAX_PIXELS:
+            raise ValueError(
+                f"has {width} x {height} pixels, of which the model's image processor would make {number}; at most "
+                f"{MAX_PIXELS} are allowed"
+            )
+
+
 def llava_layouts(model: ModelImages) -> ImageLayouts:
     tower = model.vision.text("model_type", "clip_vision_model")
     if tower == "pixtral":
@@ -17,7 +39,8 @@ def llava_layouts(model: ModelImages) -> ImageLayouts:
     if tower not in _TOWERS:
         raise model.vision.refused("model_type", f"{', '.join(_TOWERS)} or pixtral")
     model.processor.require("processor_class", "LlavaProcessor")
-    side = _side(model)
+    sizes = _sizes(model)
+    side = sizes.side
     same("the size of images", {"the image processor": side, "vision_config": model.vision.side("image_size", 224)})
     # The defaults are those of the tower's class.
     patch = model.vision.side("patch_size", 32 if _TOWERS[tower] else 16)
@@ -33,18 +56,21 @@ def llava_layouts(model: ModelImages) -> ImageLayouts:
     text = model.token("image_token", model.processor.text("image_token", "<image>"))
     token = model.image_token_id(text, 32000)
     layout = ImageLayout((token,) * number, (ImagePart(0, number),))
-    return ImageLayouts(model.family, token, token, lambda *_: layout)
+
+    def layout_of(width: int, height: int) -> ImageLayout:
+        sizes.check(width, height)
+        return layout
+
+    return ImageLayouts(model.family, token, token, layout_of)
 
 
-def _side(model: ModelImages) -> int:
-    """The side of the square that every image becomes."""
+def _sizes(model: ModelImages) -> _Sizes:
     kind = model.image_processor(*_SIDES)
     is_cropping, pixels = kind != "SiglipImageProcessor", model.pixels
     pixels.require("do_resize", True)
-    if kind == "LlavaImageProcessor":
-        pixels.flag("do_pad", False)  # adds a border, so that the image is a square before it is resized
-    else:
+    if kind != "LlavaImageProcessor":
         pixels.require("do_pad", False)
+    pads = pixels.flag("do_pad", False)
     pixels.ignore("pad_size")
     default = {"shortest_edge": _SIDES[kind]} if is_cropping else {"height": _SIDES[kind], "width": _SIDES[kind]}
     size = pixels.size("size", default)
@@ -52,7 +78,7 @@ def _side(model: ModelImages) -> int:
     if pixels.flag("do_center_crop", is_cropping):
         if size.keys() not in ({"shortest_edge"}, {"height", "width"}):
             raise pixels.refused("size", "an object of shortest_edge, or of height and width")
-        return cropped
+        return _Sizes(cropped, size.get("shortest_edge", 0), pads)
     if size.keys() != {"height", "width"} or size["height"] != size["width"]:
         raise pixels.refused("size", "an object of height and width, which are equal")
-    return size["height"]
+    return _Sizes(size["height"], pads=pads)

@@ -299,6 +299,18 @@ def test_strips_that_no_processor_reads_are_refused(tmp_path: Path) -> None:
             layouts.of(60_000, 1)
 
 
+def test_an_image_of_which_the_processor_would_make_far_more_pixels_is_refused(tmp_path: Path) -> None:
+    """A resize of the shorter side, or a border, would need gigabytes of memory for a file of a few hundred bytes."""
+    bordered = {"image_processor_type": "LlavaImageProcessor", "do_pad": True}
+    for kind, changes, longest in (("llava", {}, 58_254), ("bordered", bordered, 5_792)):
+        layouts = read_image_layouts(write_image_model(tmp_path / kind, "llava", preprocessor=changes))
+        assert layouts is not None
+        for width, height in ((longest, 1), (1, longest)):
+            assert layouts.of(width, height).token_ids
+            with pytest.raises(ValueError, match=r"would make 3355\d+; at most 33554432 are allowed"):
+                layouts.of(width + (width > 1), height + (height > 1))
+
+
 JSON = st.recursive(
     st.none()
     | st.booleans()
