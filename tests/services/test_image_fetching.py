@@ -1,6 +1,8 @@
 """Images at URLs come from allowed hosts with public addresses alone, whatever name servers and redirects say."""
 
 import asyncio
+import socket
+import threading
 from collections.abc import AsyncIterator, Callable
 from ipaddress import ip_address
 from typing import Any
@@ -9,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from scheduler_service.frontend.http.images import fetching
-from scheduler_service.frontend.http.images.addresses import is_public
+from scheduler_service.frontend.http.images.addresses import MAX_LOOKUPS, is_public, look_up
 from scheduler_service.frontend.http.images.fetching import FetchError, Media
 
 IMAGE = b"\x89PNG" + bytes(range(256))
@@ -152,6 +154,23 @@ async def test_a_name_server_that_answers_twice_differently_is_asked_once(site: 
     assert await media.fetch(site.url("/image"), ignored) == IMAGE
     with pytest.raises(FetchError, match="not public"):
         await media.fetch(site.url("/image"), ignored)
+
+
+async def test_a_name_server_that_does_not_answer_leaves_the_threads_of_other_work_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = threading.Event()
+
+    def wait(*_: object, **__: object) -> list[Any]:
+        answers.wait()
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", wait)
+    lookups = [asyncio.create_task(look_up(HOST)) for _ in range(MAX_LOOKUPS)]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        await asyncio.to_thread(answers.set)
+    assert await asyncio.gather(*lookups) == [[]] * MAX_LOOKUPS
 
 
 PUBLIC = ["93.184.215.14", "2606:2800:21f:cb07:6820:80da:af6b:8b2c", "64:ff9b::5db8:d70e", "::ffff:93.184.215.14"]

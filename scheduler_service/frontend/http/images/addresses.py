@@ -3,18 +3,26 @@
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
 
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 Lookup = Callable[[str], Awaitable[list[str]]]
 """Returns the addresses of a host, as texts. Raises OSError."""
+MAX_LOOKUPS = 32
+"""Names of hosts that are looked up at the same time."""
 _TRANSLATED = IPv6Network("64:ff9b::/96")
 """Addresses whose last 32 bits are an IPv4 address that a gateway connects to (RFC 6052)."""
 
+_THREADS = ThreadPoolExecutor(MAX_LOOKUPS, "names")
+"""Apart from the event loop's threads: a name server that does not answer would hold all of them for many seconds."""
+
 
 async def look_up(host: str) -> list[str]:
-    found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    ask = partial(socket.getaddrinfo, host, None, type=socket.SOCK_STREAM)
+    found = await asyncio.get_running_loop().run_in_executor(_THREADS, ask)
     return [str(address[0]) for *_, address in found]
 
 
