@@ -1,5 +1,6 @@
 """Parts of a prompt that are not text: embeddings, and images that the worker encodes."""
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,6 +39,11 @@ class ImagePart(NamedTuple):
     data: bytes = b""
     """The whole image's file; empty if the session has it already, or if the sequence does not need it."""
 
+    @property
+    def shift(self) -> int:
+        """The number of its positions, which is the longer side of its grid, minus that of its embeddings."""
+        return max(self.grid) - math.prod(self.grid) if self.grid is not None else 0
+
 
 class PromptItem(NamedTuple):
     """Embeddings or an image in place of a prompt's tokens [start, stop)."""
@@ -48,6 +54,8 @@ class PromptItem(NamedTuple):
     embeddings: Embeddings | None = None
     """None for an image, if the session has them already, or if the sequence does not need them."""
     image: ImagePart | None = None
+    shift: int = 0
+    """Position minus place of the tokens between this item and the next, if positions have three axes."""
 
     @property
     def lacks_embeddings(self) -> bool:

@@ -11,7 +11,7 @@ from worker_service.session.step import Limits
 
 def decode_items(where: str, message: pb.NewSequence, limits: Limits) -> tuple[PromptItem, ...]:
     """Raises InvalidStepError."""
-    items, end = [], 0
+    items, end, shift = [], 0, 0
     for item in message.items:
         place, stop = f"{where}: item at token {item.start}", item.start + item.num_embeddings
         is_image = item.HasField("image")
@@ -22,9 +22,11 @@ def decode_items(where: str, message: pb.NewSequence, limits: Limits) -> tuple[P
             raise InvalidStepError(f"{place}: it ends at token {stop}, between token {end} and the prompt's {most}")
         end = stop
         if is_image:
-            items.append(PromptItem(item.digest, item.start, stop, image=_image(place, item, message, limits)))
+            image = _image(place, item, message, limits)
+            shift += image.shift
+            items.append(PromptItem(item.digest, item.start, stop, image=image, shift=shift))
         else:
-            items.append(PromptItem(item.digest, item.start, stop, _embeddings(place, item, limits)))
+            items.append(PromptItem(item.digest, item.start, stop, _embeddings(place, item, limits), shift=shift))
     return tuple(items)
 
 
