@@ -162,15 +162,17 @@ class OpenSession:
             self.answers.put_nowait(failed)
 
     def prepare(self, message: pb.SchedulerOutput) -> None:
-        """Begin to read the images that a received step encodes, while the device may compute other steps."""
+        """Begin to read images that a received step encodes, while the device may compute other steps."""
         encoder = self._worker.runner.images
         if encoder is None or not message.items_to_encode:
             return
         wanted = {item.digest: EncoderItem(item.digest, item.part) for item in message.items_to_encode}
-        for item in (item for new in message.new_sequences for item in new.items if item.digest in wanted):
-            if data := item.data:
-                width, height = item.image.width, item.image.height
-                encoder.processing.begin(ImageToEncode(wanted.pop(item.digest), width, height, data))
+        encoder.processing.look_ahead(
+            ImageToEncode(wanted.pop(item.digest), item.image.width, item.image.height, data)
+            for new in message.new_sequences
+            for item in new.items
+            if item.digest in wanted and (data := item.data)
+        )
 
     def compute(self, message: pb.SchedulerOutput) -> pb.ModelOutput | StepInFlight:
         """Compute one step. An error ends the session. If the worker launches steps ahead, returns as soon as the step

@@ -5,9 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from worker_service.execution.images.image_encoder import ImageEncoder
 from worker_service.execution.images.processing import MAX_KEPT, ImageProcessing
-from worker_service.models.images.embeddings import Pixels
+from worker_service.models.images.embeddings import ImageEmbeddings, Pixels
 from worker_service.session.items import EncoderItem, ImageToEncode
+from worker_service.session.step import SchedulerOutput
 
 
 def image(number: int, part: int = 0) -> ImageToEncode:
@@ -53,3 +55,14 @@ def test_a_file_that_is_no_image_raises_in_the_thread_that_needs_it() -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="is damaged"):
             processing.take(image(0))
+
+
+def test_a_step_of_many_images_reads_each_once() -> None:
+    class Tower:
+        def encode(self, pixels: Pixels) -> ImageEmbeddings:
+            return ImageEmbeddings(pixels["pixel_values"])
+
+    processing = ImageProcessing(reader := Reader())
+    images = tuple(image(1 + n // 2, n % 2)._replace(num_embeddings=2) for n in range(8 * MAX_KEPT))
+    assert ImageEncoder(Tower(), processing, 0).encode(SchedulerOutput(1, 1, images=images)).failed == []
+    assert reader.read == [bytes([1 + n]) for n in range(4 * MAX_KEPT)]

@@ -3,6 +3,7 @@ that they replace."""
 
 import time
 from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy.typing as npt
 import structlog
 
 from worker_service.errors import is_out_of_memory
-from worker_service.execution.images.processing import ImageProcessing
+from worker_service.execution.images.processing import MAX_KEPT, ImageProcessing
 from worker_service.models.images.embeddings import ImageEmbeddings, Pixels
 from worker_service.session.items import EncoderItem, ImageToEncode, PromptItem
 from worker_service.session.sequence_state import SequenceState
@@ -53,9 +54,8 @@ class ImageEncoder:
         for item in output.dropped_embeddings:
             self._held.pop(item, None)
         began, failed = time.perf_counter(), []
-        for image in output.images:
-            self.processing.begin(image)
-        for image in output.images:
+        for place, image in enumerate(output.images):
+            self.processing.look_ahead(islice(output.images, place, place + 1 + MAX_KEPT))
             self._held[image.item] = found = self._encode(image)
             if found is None:
                 failed.append(image.item)

@@ -24,7 +24,7 @@ class ImageProcessing:
         self._jobs: OrderedDict[bytes, Future[Sequence[Pixels]]] = OrderedDict()
 
     def begin(self, image: ImageToEncode) -> "Future[Sequence[Pixels]]":
-        """Begin to read an image that a step encodes, unless it is being read."""
+        """Begin to read an image, unless it is being read. The oldest job makes room."""
         with self._lock:
             job = self._job(image)
             if len(self._jobs) > MAX_KEPT:
@@ -32,7 +32,7 @@ class ImageProcessing:
             return job
 
     def look_ahead(self, images: Iterable[ImageToEncode]) -> None:
-        """Begin to read images that later steps need, while there is room."""
+        """Begin to read images that will be encoded, in their order, while there is room."""
         with self._lock:
             for image in images:
                 if len(self._jobs) == MAX_KEPT:
