@@ -72,6 +72,7 @@ REFUSED = {
     "a text called .png": (b"not an image", "is not an image of a known format; it must be PNG, JPEG, WebP or GIF"),
     "an SVG": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "is not an image of a known format"),
     "10 GB": (TEN_GB, f"has 100000 x 100000 pixels; at most {MAX_PIXELS} are allowed"),
+    "a strip": (png(32 << 20, 1, []), "has 33554432 x 1 pixels; a side may have at most 65535"),
     "no pixels": (png(0, 10, []), "has 0 x 10 pixels"),
     "many bytes": (image_file() + bytes(MAX_BYTES), f"bytes; at most {MAX_BYTES} are allowed"),
     "a large GIF": (b"GIF89a" + b"\xff" * 20, "has 65535 x 65535 pixels"),
