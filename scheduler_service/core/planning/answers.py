@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence as SequenceOf
+from collections.abc import Set
 
 from scheduler_service.core.groups.beam_search import Continuation
 from scheduler_service.core.groups.prompt_item import EncoderItem, items_between
@@ -33,7 +34,7 @@ class Answers:
         block_size, dropped, failed = self._config.block_size, output.dropped, answer.failed_sequence_ids
         unread: list[Sequence] = []
         if answer.failed_items:
-            unread = self._without_images(output, answer.failed_items)
+            unread = self._without_images(output, frozenset(answer.failed_items))
             failed = failed.union([sequence.id for sequence in unread])
         reports = bool(answer.logprobs or answer.prompt_logprobs or answer.vectors)
         for sequence, num_tokens, samples in output.scheduled:
@@ -131,7 +132,7 @@ class Answers:
         else:
             self._groups.finish_sequence(sequence, status)
 
-    def _without_images(self, output: SchedulerOutput, names: SequenceOf[EncoderItem]) -> list[Sequence]:
+    def _without_images(self, output: SchedulerOutput, names: Set[EncoderItem]) -> list[Sequence]:
         """Forget images that the worker could not decode, and cached blocks that this step or a later one computed
         from them. Returns the sequences of all groups here that have computed any of the images' tokens."""
         self._encoder_cache.fail(names)

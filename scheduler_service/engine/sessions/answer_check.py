@@ -20,7 +20,7 @@ def check_answer(output: SchedulerOutput, answer: ModelOutput, vocabulary_size: 
     """
     if answer.token_ids and max(answer.token_ids) >= vocabulary_size:
         raise ValueError(f"the worker sampled token {max(answer.token_ids)} of a vocabulary of {vocabulary_size}")
-    if any(item not in output.items_to_encode for item in answer.failed_items):
+    if answer.failed_items and not {*answer.failed_items} <= {*output.items_to_encode}:
         raise ValueError("the worker could not decode an image that the step does not encode")
     if answer.num_tokens and len(answer.num_tokens) != output.num_samples:
         raise ValueError(f"the worker counted tokens of {len(answer.num_tokens)} samples of {output.num_samples}")
