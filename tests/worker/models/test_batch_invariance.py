@@ -14,7 +14,7 @@ from worker_helpers import new_sequence
 
 from kernels import backends
 from pagewire_common.start_error import StartError
-from worker_service.execution.startup import network
+from worker_service.execution.startup import unsupported
 from worker_service.execution.steps.model_runner import ModelRunner
 from worker_service.execution.worker import load_worker
 from worker_service.settings import WorkerSettings
@@ -101,7 +101,7 @@ def test_a_worker_that_cannot_keep_the_promise_does_not_start(
 
     with pytest.raises(StartError, match="--batch-invariant is for the families that run natively"):
         load("starcoder2")
-    monkeypatch.setattr(network, "backend_name", lambda _: backends.EAGER)
+    monkeypatch.setattr(unsupported, "backend_name", lambda _: backends.EAGER)
     with pytest.raises(StartError, match="--batch-invariant needs compiled kernels"):
         load()
 

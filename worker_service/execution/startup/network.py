@@ -150,7 +150,7 @@ class Network:
                 self.model_id, self.config, self.ranks, self.device, is_narrow_anywhere=self._is_narrow_anywhere
             )
         self._check_quantization()
-        check_cache(self.model_id, self.shape, self.device, has_float8=self._has_float8)
+        check_cache(self.model_id, self.shape, self.device, lambda: self._has_float8)
         return [
             *self._sizes(blueprint),
             *(tensor.nbytes for tensor in images.values()),

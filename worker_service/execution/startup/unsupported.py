@@ -1,5 +1,7 @@
 """Refuses settings that a network does not support. Functions raise StartError."""
 
+from collections.abc import Callable
+
 import torch
 
 from kernels.attention.narrow_cache import SCALE_BYTES, is_narrow
@@ -29,8 +31,8 @@ def check_invariance(
         raise StartError("--batch-invariant is for weights and caches of --dtype, where a GPU computes")
 
 
-def check_cache(model_id: str, shape: CacheShape, device: torch.device, *, has_float8: bool) -> None:
-    """has_float8: whether the device can store fp8 numbers."""
+def check_cache(model_id: str, shape: CacheShape, device: torch.device, has_float8: Callable[[], bool]) -> None:
+    """has_float8: whether the device can store fp8 numbers; called only for a cache in fp8."""
     if shape.kv_parts == 1 and device.type != "cpu":
         raise StartError(f"{model_id} has latent attention, which runs on CPUs only: set --device cpu")
     if shape.kv_parts == 1 and is_narrow(shape.dtype):
@@ -38,7 +40,7 @@ def check_cache(model_id: str, shape: CacheShape, device: torch.device, *, has_f
             f"--kv-cache-dtype: {model_id} has latent attention; in 8 bits its latents would share a scale "
             "with the rotated elements, which may be much larger"
         )
-    if shape.dtype is FLOAT8 and not has_float8:
+    if shape.dtype is FLOAT8 and not has_float8():
         raise StartError("--kv-cache-dtype fp8 is for GPUs of compute capability 8.9 or later; int8 is for all devices")
     if device.type != "cpu" and is_narrow(shape.dtype) and shape.head_dim % SCALE_BYTES:
         raise StartError(
