@@ -15,6 +15,10 @@ BENCHES = {
         "bench.serving.http",
         "token rates and CPU time of completions and chats over HTTP, compared with gRPC and with vLLM's server",
     ),
+    "kinds": (
+        "bench.serving.kinds",
+        "token rates of models with windows, states and latents, compared with vLLM's CPU build, with random weights",
+    ),
     "load": (
         "bench.serving.load",
         "rates and percentiles of a load, from a trace or a distribution, on a running server over gRPC or HTTP",
