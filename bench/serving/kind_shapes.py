@@ -1,4 +1,4 @@
-"""Published models' shapes, of each kind of layer; those that are too large for two CPU cores have fewer layers.
+"""Shapes of published models with each kind of layer. Models that are too large for two CPU cores have fewer layers.
 
 Sources: the models' config.json files. Weights are random, so only times and memory can be measured.
 """

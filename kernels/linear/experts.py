@@ -45,7 +45,7 @@ class Routing:
     num_chosen_groups: int = 1
     """Groups from which a token's experts are chosen."""
     has_bias: bool = True
-    """Whether the choice of experts adds a trained bias to their sigmoids."""
+    """Whether experts are chosen by their sigmoids plus a trained bias."""
     least_sum: float = 1e-20
     """Added to the sum by which weights are divided: all weights may be 0."""
 

@@ -9,7 +9,7 @@ from pagewire_common.images.model_images import ModelImages, same
 from pagewire_common.images.pixtral import pixtral_layouts
 
 _TOWERS = {"clip_vision_model": 1, "siglip_vision_model": 0}
-"""The number of embeddings besides those of patches, by the type of a tower."""
+"""Additional embeddings of each type of tower: CLIP has one for the class, besides one for each patch."""
 _SIDES = {"LlavaImageProcessor": 224, "CLIPImageProcessor": 224, "SiglipImageProcessor": 224}
 
 
@@ -42,7 +42,7 @@ def llava_layouts(model: ModelImages) -> ImageLayouts:
     sizes = _sizes(model)
     side = sizes.side
     same("the size of images", {"the image processor": side, "vision_config": model.vision.side("image_size", 224)})
-    # The defaults are those of the tower's class.
+    # Default patch sizes: 32 for CLIP, 16 for SigLIP.
     patch = model.vision.side("patch_size", 32 if _TOWERS[tower] else 16)
     same("patch_size", {"vision_config": patch, "processor_config.json": model.processor.side("patch_size", patch)})
     additional = model.processor.integer("num_additional_image_tokens", 0, least=0)

@@ -108,8 +108,8 @@ class PrefixCache:
         return published
 
     def _is_withdrawn(self, sequence: Sequence, index: int, pool: Pool) -> bool:
-        """Whether later blocks of a sequence must not be published: its block number `index` has lost its key, or the
-        cache was reset after the sequence began. A block behind a window counts as a block with its key."""
+        """Whether a sequence may publish no more blocks. Its block number `index` has lost its key, or the cache was
+        reset after the sequence began. A block behind a window counts as a block with its key."""
         if sequence.id in self._stale:
             return True
         if self._layers[0].has_states:

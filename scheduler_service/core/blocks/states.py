@@ -89,7 +89,7 @@ class StateBlocks:
         return [*zip(blocks, self.blocks_of(sequence), strict=True)]
 
     def _belongs(self, sequence: Sequence, start: int) -> bool:
-        """Whether the cache should keep the states after the first `start` tokens."""
+        """Whether to keep the states that a sequence has after its first `start` tokens."""
         if not start or start % self._cache.block_size or not self._cache.keys.caches(sequence):
             return False
         if start == sequence.num_shared_tokens:
