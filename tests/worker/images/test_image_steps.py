@@ -11,6 +11,7 @@ from tiny_image_models import ImageOracle, Picture, Prompt, expand, make_model, 
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire_client import PromptEmbeds
 from pagewire_common.calls.errors import RequestError
+from worker_service.models.images import pixels
 
 SMALL, WIDE = picture(40, 60), picture(90, 33)
 ONE: Prompt = [5, 9, SMALL, 14, 4, 77]
@@ -109,11 +110,16 @@ def test_an_image_that_cannot_be_read_fails_and_others_live_on(case: Case, worke
     assert decode(worker, good, answer.token_ids[1]) == case.one
 
 
-def test_a_file_of_another_size_than_its_tokens_fails(worker: ImageWorker) -> None:
+def test_a_file_of_another_size_than_its_tokens_fails_before_it_is_decoded(
+    worker: ImageWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[bytes] = []
+    monkeypatch.setattr(pixels, "decode_image", decoded.append)
     wrong = worker.ask(0, [5, Picture(SMALL.data, WIDE.width, WIDE.height), 6])
     length = len(wrong.message.token_ids)
     answer = worker.step([wrong], [(wrong, 0, length, True)])
     assert len(answer.failed_items) == len(wrong.message.items)
+    assert not decoded
 
 
 def test_an_image_is_read_and_encoded_once_for_all_sequences_that_hold_it(case: Case, worker: ImageWorker) -> None:

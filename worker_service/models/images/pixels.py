@@ -9,6 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from pagewire_common.images.decoding import decode_image
+from pagewire_common.images.head import read_head
 from pagewire_common.start_error import StartError
 from worker_service.models.images.config import TILED, ImageConfig
 from worker_service.models.images.embeddings import Pixels
@@ -33,6 +34,10 @@ class PixelReader:
     def read(self, data: bytes, width: int, height: int) -> Sequence[Pixels]:
         """The inputs of each part of an image that is encoded on its own. Raises ValueError for a file that is no image
         of this size, and the errors of transformers."""
+        # Before memory is taken for pixels: rooms and limits were counted for the size that the request says.
+        head = read_head(data)
+        if (head.width, head.height) not in ((width, height), (height, width)):
+            raise ValueError(f"the file has {head[1:]} pixels, and the request says {(width, height)}")
         image: Image.Image = decode_image(data)
         if image.size != (width, height):
             raise ValueError(f"the image has {image.size} pixels, and the request says {(width, height)}")
