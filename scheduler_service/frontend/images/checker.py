@@ -58,7 +58,10 @@ class ImageChecker:
         # Requests with the same image wait for the first. If its client disconnects, the next one goes on.
         async with turn:
             if (found := self._found.get(digest)) is None:
-                found = await self._decoders.run(lambda process: _decode(process, data, _limits(head, len(data))))
+                try:
+                    found = await self._decoders.run(lambda process: _decode(process, data, _limits(head, len(data))))
+                except LimitError as limit:  # not remembered, because it also depends on how busy the machine is
+                    raise _invalid(f"{name} cannot be decoded: {limit}") from None
             self._keep(digest, found)
         if isinstance(found, str):
             raise _invalid(f"{name} {found}")
@@ -78,10 +81,8 @@ def _limits(head: ImageHead, num_bytes: int) -> Limits:
 
 
 def _decode(process: LimitedProcess, data: bytes, limits: Limits) -> tuple[int, int] | str:
-    try:
-        reply = process.ask(data, limits)
-    except LimitError as limit:
-        return f"cannot be decoded: {limit}"
+    """Raises LimitError."""
+    reply = process.ask(data, limits)
     if not reply[0]:
         return reply[1:].decode()
     width, height = SIZE.unpack_from(reply, 1)
