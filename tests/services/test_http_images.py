@@ -279,12 +279,61 @@ async def test_an_image_of_an_allowed_host_is_fetched(edge: Edge, monkeypatch: p
     assert asked == [url] * 3
 
 
-async def test_usage_counts_images_and_a_worker_receives_each_once(model: ServedModel, tmp_path: Path) -> None:
-    """Whatever the API; the recording has no image."""
-    tokenizer, image = tmp_path / "tokenizer", image_of(*WIDE, shade=91)
+@asynccontextmanager
+async def served(model: ServedModel, tmp_path: Path) -> AsyncIterator[tuple[Edge, FakeWorkerService]]:
+    """An engine with a worker. What it computes is recorded in the file "record"."""
+    tokenizer = tmp_path / "tokenizer"
     write_image_tokenizer(tokenizer, TEMPLATES["both"])
     worker = FakeWorkerService(tokenizer)
     worker.info.encoder_cache_size, worker.info.vocabulary_size = 64, 260
+    async with serving(worker) as address, running(address, record=tmp_path / "record") as engine:
+        engine.link.loading.model = replace(await engine.model(), images=model.images)
+        async with http_edge(engine.link) as url:
+            yield Edge(url, engine.link), worker
+
+
+def in_every_api(image: bytes) -> list[tuple[str, dict[str, Any], str]]:
+    """Paths, bodies with an image, and its name in them."""
+    text = base64.b64encode(image).decode()
+    url = f"data:image/png;base64,{text}"
+    options = {"model": "fake", "options": {"num_predict": 3}, "stream": False}
+    return [
+        (
+            CHAT,
+            {"messages": [of_user(LOOK), of_user(LOOK, openai_image(url))], "max_tokens": 3},
+            "messages[1].content[1].image_url.url",
+        ),
+        (
+            RESPONSES,
+            {"input": [of_user(LOOK_INPUT), of_user({**INPUT, "image_url": url})], "max_output_tokens": 3},
+            "input[1].content[0].image_url",
+        ),
+        (
+            ANTHROPIC,
+            {"model": "fake", "max_tokens": 3, "messages": [of_user(LOOK, anthropic_image(text))]},
+            "messages[0].content[1].source.data",
+        ),
+        (
+            "/api/chat",
+            {**options, "messages": [{"role": "user", "content": "look", "images": [text]}]},
+            "messages[0].images[0]",
+        ),
+        ("/api/generate", {**options, "prompt": "look", "images": [text]}, "images[0]"),
+        ("/tokenize", {"messages": [of_user(openai_image(url))]}, "messages[0].content[0].image_url.url"),
+    ]
+
+
+async def test_errors_about_the_content_of_an_image_name_it_as_the_api_does(model: ServedModel, tmp_path: Path) -> None:
+    async with served(model, tmp_path) as (edge, _):
+        for image, reason in ((WIDE_IMAGE[:40], "is damaged or cut off"), (image_of(9, 1), "has 9 pixels in a row")):
+            for path, body, place in in_every_api(image):
+                status, said = await edge.refusal(path, body)
+                assert (status, said[: len(place) + 1 + len(reason)]) == (400, f"{place} {reason}"), said
+
+
+async def test_usage_counts_images_and_a_worker_receives_each_once(model: ServedModel, tmp_path: Path) -> None:
+    """Whatever the API; the recording has no image."""
+    image = image_of(*WIDE, shade=91)
     text = base64.b64encode(image).decode()
     url = f"data:image/png;base64,{text}"
     options = {"options": {"num_predict": 3}, "stream": False, "messages": [{**of_user(), "content": "look"}]}
@@ -295,17 +344,14 @@ async def test_usage_counts_images_and_a_worker_receives_each_once(model: Served
         (ANTHROPIC, {"model": "fake", "max_tokens": 3, "messages": [of_user(anthropic_image(text), LOOK)]}),
         ("/api/chat", {"model": "fake", **options}),
     ]
-    async with serving(worker) as address, running(address, record=tmp_path / "record") as engine:
-        engine.link.loading.model = replace(await engine.model(), images=model.images)
-        async with http_edge(engine.link) as edge_url:
-            edge = Edge(edge_url, engine.link)
-            counted = (await edge.post("/tokenize", {"messages": asked[0][1]["messages"]}))[1]["count"]
-            for path, body in asked:
-                status, answer = await edge.post(path, body)
-                assert status == 200, answer
-                usage = answer.get("usage", answer)
-                found = [usage.get(name, 0) for name in ("prompt_tokens", "input_tokens", "cache_read_input_tokens")]
-                assert sum(found) + usage.get("prompt_eval_count", 0) == counted, path
+    async with served(model, tmp_path) as (edge, worker):
+        counted = (await edge.post("/tokenize", {"messages": asked[0][1]["messages"]}))[1]["count"]
+        for path, body in asked:
+            status, answer = await edge.post(path, body)
+            assert status == 200, answer
+            usage = answer.get("usage", answer)
+            found = [usage.get(name, 0) for name in ("prompt_tokens", "input_tokens", "cache_read_input_tokens")]
+            assert sum(found) + usage.get("prompt_eval_count", 0) == counted, path
     assert [(item.data, item.image.part) for item in worker.received if item.data] == [(image, 0)]
     assert len(worker.received) == 2 * len(asked)
     recording = (tmp_path / "record").read_bytes()

@@ -1,6 +1,8 @@
 """Errors over HTTP, in the format of OpenAI's API."""
 
 import re
+from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import grpc
@@ -31,6 +33,9 @@ _NAMES = {status: code.name for code, (status, _) in reversed(_STATUSES.items())
     503: "UNAVAILABLE",
 }
 _NAMED = re.compile(r"(sampling\.|chat\.)(\w+)")
+_IMAGE = re.compile(r"chat\.messages\[\d+\]\.parts\[\d+\]\.image")
+image_places: ContextVar[Mapping[str, str]] = ContextVar("image_places")
+"""Names of the images in the current request's body, by their names in its chat."""
 _IN_JSON = {"template_arguments": "chat_template_kwargs"}
 """Fields that JSON bodies call otherwise."""
 RETRY_SECONDS = 1
@@ -64,6 +69,9 @@ def invalid(message: str, parameter: str | None = None) -> HttpError:
 def refused_by(error: RequestError) -> HttpError:
     """Convert an error of a call to an HTTP error."""
     status, code = _STATUSES.get(error.code, (503, "service_unavailable"))
+    if image := _IMAGE.search(str(error)):
+        place = image_places.get({}).get(image[0], image[0])
+        return HttpError(status, code, str(error).replace(image[0], place), place.partition("[")[0])
     named = _NAMED.match(str(error))
     if named is None:
         return HttpError(status, code, str(error))

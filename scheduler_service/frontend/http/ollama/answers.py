@@ -86,7 +86,7 @@ class _Answer:
         adapter = adapter_of(self._call, fields.model, model)
         if not messages:
             return web.json_response(self._shown({"content": ""}) | {"done": True, "done_reason": "load"})
-        chat = await chat_fields(fields, messages, tools, model)
+        chat = await chat_fields(fields, messages, tools, model, is_chat=self._is_chat)
         name, images = f"ollama-{self._base}", self._call.images(model)
         request = await chat_request(chat, model, adapter, name, service, images, fits_max_tokens=True)
         if raw is not None:

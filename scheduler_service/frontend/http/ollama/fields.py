@@ -77,14 +77,16 @@ def adapter_of(call: Call, asked: str, model: ServedModel) -> str:
     return call.adapter(asked if asked in served else asked.removesuffix(LATEST), model)
 
 
-async def chat_fields(fields: TextFields, messages: list[dict[str, Any]], tools: Any, model: ServedModel) -> ChatFields:
-    """The fields of a chat. The lists are emptied. Raises HttpError and RequestError."""
+async def chat_fields(
+    fields: TextFields, messages: list[dict[str, Any]], tools: Any, model: ServedModel, *, is_chat: bool = True
+) -> ChatFields:
+    """The fields of a chat, or of a text with images. The lists are emptied. Raises HttpError and RequestError."""
     check_length("messages", len(messages), MAX_MESSAGES)
     given: dict[str, Any] = read_options(fields.options or {}) | {"messages": []}
     for number, message in enumerate(messages):
         if number and number % MESSAGES_AT_ONCE == 0:
             await asyncio.sleep(0)
-        given["messages"].append(_message(f"messages[{number}]", message, model))
+        given["messages"].append(_message(f"messages[{number}]." if is_chat else "", message, model))
     messages.clear()
     if tools:
         given["tools"] = [{"type": "function", **tool} for tool in tools]
@@ -106,26 +108,27 @@ async def chat_fields(fields: TextFields, messages: list[dict[str, Any]], tools:
 
 
 def _message(place: str, message: dict[str, Any], model: ServedModel) -> dict[str, Any]:
-    """A message of OpenAI's API. Its fields are checked where they are converted for the chat template."""
+    """A message of OpenAI's API. Its fields are checked where they are converted for the chat template. `place`: before
+    the names of its fields in errors."""
     given = {name: value for name, value in message.items() if value is not None and name != "tool_name"}
     if images := given.pop("images", None):
         given["content"] = _content(place, given.get("content", ""), images, model)
     if message.get("tool_name") is not None:
         given["name"] = message["tool_name"]
     if isinstance(calls := given.get("tool_calls"), list):
-        given["tool_calls"] = [_call(f"{place}.tool_calls[{number}]", call) for number, call in enumerate(calls)]
+        given["tool_calls"] = [_call(f"{place}tool_calls[{number}]", call) for number, call in enumerate(calls)]
     return given
 
 
 def _content(place: str, text: Any, images: Any, model: ServedModel) -> Any:
     """A content with images, which come before its text."""
     if not model.reads_images:
-        raise invalid(f"{place}.images is set, and this model reads {model.reads}", "messages")
+        raise invalid(f"{place}images is set, and this model reads {model.reads}", "messages")
     if not isinstance(images, list):
-        raise invalid(f"{place}.images is {shown(images)}; it must be a list", "messages")
-    places = [f"{place}.images[{number}]" for number in range(len(images))]
+        raise invalid(f"{place}images is {shown(images)}; it must be a list", "messages")
+    places = [f"{place}images[{number}]" for number in range(len(images))]
     sources = [ImageSource(where, data=read_text(where, image)) for where, image in zip(places, images, strict=True)]
-    return content_of([*sources, read_text(f"{place}.content", text)])
+    return content_of([*sources, read_text(f"{place}content", text)])
 
 
 def _call(place: str, call: Any) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from scheduler_service.frontend.http.chats.json_values import (
     shown,
     shown_key,
 )
+from scheduler_service.frontend.http.errors import image_places
 from scheduler_service.frontend.http.images.image_reader import ContentPart, ImageReader, ImageSource, joined_parts
 
 MESSAGES_AT_ONCE = 64
@@ -66,11 +67,14 @@ async def read_history(
         if position and position % MESSAGES_AT_ONCE == 0:
             await asyncio.sleep(0)
         _write(message, chat)
-    found = iter(await images.read(sources))
-    for message in chat.messages:
-        for part in message.parts:
+    found, places = zip(sources, await images.read(sources), strict=True), dict[str, str]()
+    for position, written in enumerate(chat.messages):
+        for number, part in enumerate(written.parts):
             if part.HasField("image"):
-                part.image.CopyFrom(next(found))
+                source, image = next(found)
+                part.image.CopyFrom(image)
+                places[f"chat.messages[{position}].parts[{number}].image"] = source.place
+    image_places.set(places)
     return chat
 
 
