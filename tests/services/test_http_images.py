@@ -265,8 +265,9 @@ async def test_a_body_may_be_large_with_images_alone(edge: Edge) -> None:
 async def test_an_image_of_an_allowed_host_is_fetched(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    async def fetch(_: Media, url: str, take: Any) -> bytes:
+    async def fetch(_: Media, url: str, take: Any, client: str) -> bytes:
         asked.append(url)
+        assert client == "127.0.0.1"
         take(len(WIDE_IMAGE))
         return WIDE_IMAGE
 

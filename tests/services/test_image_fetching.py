@@ -12,7 +12,7 @@ from aiohttp import web
 
 from scheduler_service.frontend.http.images import fetching
 from scheduler_service.frontend.http.images.addresses import MAX_LOOKUPS, is_public, look_up
-from scheduler_service.frontend.http.images.fetching import FetchError, Media
+from scheduler_service.frontend.http.images.fetching import MAX_AT_ONCE, MAX_OF_ONE, BusyError, FetchError, Media
 
 IMAGE = b"\x89PNG" + bytes(range(256))
 HOST = "images.test"
@@ -206,3 +206,27 @@ async def test_what_a_host_answers_is_bounded(site: Site, monkeypatch: pytest.Mo
     with pytest.raises(FetchError, match="the connection failed"):
         await site.media().fetch(site.url("/image"), ignored)
     site.port = port
+
+
+async def test_neither_a_slow_host_nor_a_busy_client_takes_all_places(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def lookup(_: str) -> list[str]:
+        return ["127.0.0.1"]
+
+    media = Media(
+        [f"{host}:{site.port}" for host in (HOST, "slow.test", "busy.test")], lookup=lookup, is_allowed=lambda _: True
+    )
+    slow, busy = (f"http://{host}:{site.port}/silent" for host in ("slow.test", "busy.test"))
+    of_host = [asyncio.create_task(media.fetch(slow, ignored, str(client))) for client in range(MAX_AT_ONCE)]
+    of_client = [asyncio.create_task(media.fetch(busy, ignored, "busy")) for _ in range(MAX_AT_ONCE - MAX_OF_ONE)]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        assert await media.fetch(site.url("/image"), ignored, "other") == IMAGE
+        monkeypatch.setattr(fetching, "SECONDS", 0.01)
+        for url, client in ((slow, "other"), (site.url("/image"), "busy")):
+            with pytest.raises(BusyError, match="too many images are being fetched; try again later"):
+                await media.fetch(url, ignored, client)
+    for task in (*of_host, *of_client):
+        task.cancel()
+    await asyncio.wait((*of_host, *of_client))

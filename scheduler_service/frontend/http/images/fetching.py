@@ -5,6 +5,7 @@ answer of the name server has no effect. The same rules hold for each redirect.
 """
 
 import asyncio
+import weakref
 from collections.abc import Callable, Collection
 
 from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
@@ -19,6 +20,8 @@ MAX_URL = 4096
 """Largest number of characters of a URL."""
 MAX_AT_ONCE = 32
 """Images that a front end fetches at the same time; further ones wait, which counts as part of their time."""
+MAX_OF_ONE = 8
+"""Images fetched at the same time from one host, and for one client. Others must have places beside a slow host."""
 _PORTS = {"http": 80, "https": 443}
 _REDIRECTS = (301, 302, 303, 307, 308)
 _HEADERS = {"Accept": "image/png, image/jpeg, image/webp, image/gif", "Accept-Encoding": "identity"}
@@ -26,6 +29,10 @@ _HEADERS = {"Accept": "image/png, image/jpeg, image/webp, image/gif", "Accept-En
 
 class FetchError(Exception):
     """Why an image cannot be fetched, as the end of a sentence."""
+
+
+class BusyError(FetchError):
+    """It had no turn in time."""
 
 
 class Media:
@@ -41,19 +48,29 @@ class Media:
         self.hosts = frozenset(host.lower() for host in hosts)
         self._lookup, self._is_allowed = lookup, is_allowed
         self._turns = asyncio.Semaphore(MAX_AT_ONCE)
+        self._turns_of_one: weakref.WeakValueDictionary[str, asyncio.Semaphore] = weakref.WeakValueDictionary()
 
-    async def fetch(self, url: str, take: Callable[[int], None]) -> bytes:
+    async def fetch(self, url: str, take: Callable[[int], None], client: str = "") -> bytes:
         """The content at a URL. Raises FetchError.
 
         `take` gets the number of bytes of each piece, and may raise an error.
         """
+        has_turn = False
         try:
-            async with asyncio.timeout(SECONDS), self._turns:
-                return await self._fetch(self._read(url), take)
+            read = self._read(url)
+            of_client, of_host = self._turn(f"client {client}"), self._turn(f"host {read.raw_host}")
+            async with asyncio.timeout(SECONDS), of_client, of_host, self._turns:
+                has_turn = True
+                return await self._fetch(read, take)
         except TimeoutError:
+            if not has_turn:
+                raise BusyError("too many images are being fetched; try again later") from None
             raise FetchError(f"it did not arrive within {SECONDS:g} s") from None
         except (ClientError, OSError, ValueError) as error:
             raise FetchError(f"the connection failed ({type(error).__name__})") from None
+
+    def _turn(self, name: str) -> asyncio.Semaphore:
+        return self._turns_of_one.setdefault(name, asyncio.Semaphore(MAX_OF_ONE))
 
     async def _fetch(self, url: URL, take: Callable[[int], None]) -> bytes:
         for _ in range(1 + MAX_REDIRECTS):

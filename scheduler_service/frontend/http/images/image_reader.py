@@ -10,7 +10,7 @@ from scheduler_service.frontend.calls.together import run_together
 from scheduler_service.frontend.checking.checks import check_length
 from scheduler_service.frontend.http.body import decode_base64, too_large
 from scheduler_service.frontend.http.errors import HttpError, invalid
-from scheduler_service.frontend.http.images.fetching import FetchError, Media
+from scheduler_service.frontend.http.images.fetching import BusyError, FetchError, Media
 from scheduler_service.frontend.http.limits import Held, Room
 
 TYPES = ("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif")
@@ -83,7 +83,9 @@ class ImageReader:
         place, url, data = source
         if data is None and url[: len(_DATA)].lower() != _DATA:
             try:
-                return pb.Image(data=await self.media.fetch(url, self._take))
+                return pb.Image(data=await self.media.fetch(url, self._take, self.held.client))
+            except BusyError as error:
+                raise HttpError(503, "overloaded", f"{place} cannot be fetched: {error}") from None
             except FetchError as error:
                 raise _refused(place, f"cannot be fetched: {error}") from None
         if data is None:
