@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pagewire_common.start_error import StartError
 from worker_service.loading.files.safetensors_header import StoredTensor, read_header
+from worker_service.loading.files.tensor_names import spellings
 from worker_service.loading.files.weight_files import WeightFiles
 from worker_service.parallel.cut import Cut
 from worker_service.wording import shown
@@ -23,6 +24,7 @@ _PLAIN_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 """Values of init_lora_weights that leave the base model's weights unchanged."""
 _LARGEST = 1e6
 """Maximum of `lora_alpha`; above it, rounding errors dominate the scaled weights."""
+_BEFORE = "base_model.model."
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 _REFUSED = {
     "use_dora": "DoRA, which scales the whole weights",
@@ -96,7 +98,8 @@ def read_adapter(
         raise AdapterError(str(error).replace(f"{folder / WEIGHTS}", "adapter_model.safetensors")) from None
     adapter = {}
     for module, (a, b) in halves.items():
-        scaled = places.pop(b) * _scaling(module, tensors[a].shape[0], fields)
+        named = a.removeprefix(_BEFORE).removesuffix(".lora_A.weight")
+        scaled = places.pop(b) * _scaling(named, tensors[a].shape[0], fields)
         pair = places.pop(a).to(dtype), scaled.to(dtype)
         for half, name in zip(pair, (a, b), strict=True):
             if not half.isfinite().all():
@@ -145,11 +148,16 @@ def _check_tensors(
 ) -> dict[str, tuple[str, str]]:
     """Returns the names of A and B for each projection."""
     halves: dict[str, dict[str, str]] = {}
+    # An adapter of a whole network that also reads images has longer names.
+    by_spelling = {spelling: name for name in shapes for spelling in spellings(name)}
     for name in tensors:
         found = _NAME.fullmatch(name)
         if found is None:
             raise AdapterError(f"there is a tensor {shown(name)}, which is neither lora_A nor lora_B of a projection")
-        halves.setdefault(found["module"], {})[found["half"]] = name
+        pair = halves.setdefault(by_spelling.get(found["module"], found["module"]), {})
+        if pair.setdefault(found["half"], name) != name:
+            first = shown(pair[found["half"]])
+            raise AdapterError(f"there are two tensors for one half of a projection: {first} and {shown(name)}")
     if not halves:
         raise AdapterError("it has no tensors")
     pairs = {}

@@ -2,15 +2,19 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
+import peft
 import pytest
 import torch
+from adapted_worker import load
 from image_worker import BLOCK, BLOCKS, Asked, ImageWorker
 from tiny_image_models import ImageOracle, Picture, Prompt, expand, make_model, picture
 
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire_client import PromptEmbeds
 from pagewire_common.calls.errors import RequestError
+from worker_service.loading.adapter import AdapterError
 from worker_service.models.images import pixels
 
 SMALL, WIDE = picture(40, 60), picture(90, 33)
@@ -168,3 +172,36 @@ def test_tokens_are_the_same_in_chunks_of_every_size(case: Case, worker: ImageWo
     """The last token of the second prompt is within an image."""
     asked = [worker.ask(0, TWO), worker.ask(1, LAST), worker.ask(2, ONE)]
     assert worker.generate(asked, COUNT, chunk) == {0: case.two, 1: case.last, 2: case.one}
+
+
+def save_adapter(path: Path, model: Any, targets: str, **config: Any) -> Any:
+    """PEFT's model with a random adapter, which is written to a folder as PEFT saves it."""
+    torch.manual_seed(1)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, **config))
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    adapted.save_pretrained(path)
+    return adapted
+
+
+# peft asks transformers for something by an older name.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_adapters_of_the_whole_network_change_its_decoder_and_those_of_its_tower_are_refused(
+    case: Case, tmp_path: Path
+) -> None:
+    oracle, worker = ImageOracle(case.path), ImageWorker(case.path, max_loras=1)
+    decoder = "text_model" if oracle.layouts.family == "smolvlm" else "language_model"
+    alphas = {f"{decoder}.layers.1.mlp.down_proj": 3}
+    targets = rf".*{decoder}\.layers.*(q_proj|down_proj)"
+    oracle._model = save_adapter(tmp_path / "decoder", oracle._model, targets, alpha_pattern=alphas)
+    adapters = worker.worker.runner.adapters
+    adapters.fingerprints.append(load(adapters, tmp_path / "decoder", tmp_path / "received"))
+    asked = worker.ask(0, TWO)
+    asked.message.adapter_id = "decoder"
+    expected = oracle.greedy(TWO, COUNT)[0]
+    assert expected != case.two
+    assert worker.generate([asked, worker.ask(1, TWO)], COUNT, 11) == {0: expected, 1: case.two}
+    save_adapter(tmp_path / "tower", ImageOracle(case.path)._model, r".*(vision_model.*q_proj|visual.*qkv)")
+    with pytest.raises(AdapterError, match=r"this model has no adapters for 'model\.vis"):
+        load(adapters, tmp_path / "tower", tmp_path / "received too")

@@ -246,6 +246,12 @@ SPOILED: dict[str, tuple[Callable[[Path], None], str]] = {
         spoil_tensors(lambda held: held.update({"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 48)})),
         "lm_head",
     ),
+    "one half by two names": (
+        spoil_tensors(
+            lambda held: held.update({FIRST.replace(".layers", ".language_model.layers"): torch.zeros(4, 48)})
+        ),
+        "two tensors for one half of a projection",
+    ),
     "no tensors": (spoil_tensors(lambda held: held.clear()), "has no tensors"),
     "a short file": (truncate, "not a sound safetensors file"),
     "a pickle": (pickled, "not a sound safetensors file"),
