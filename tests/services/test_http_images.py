@@ -330,6 +330,11 @@ async def test_errors_about_the_content_of_an_image_name_it_as_the_api_does(mode
             for path, body, place in in_every_api(image):
                 status, said = await edge.refusal(path, body)
                 assert (status, said[: len(place) + 1 + len(reason)]) == (400, f"{place} {reason}"), said
+        many = {"messages": [of_user(LOOK, *[openai_image(URL)] * 256)]}
+        assert await edge.refusal(CHAT, many) == (
+            400,
+            "messages[0].content has 257 entries; at most 256 are allowed",
+        )
 
 
 async def test_usage_counts_images_and_a_worker_receives_each_once(model: ServedModel, tmp_path: Path) -> None:

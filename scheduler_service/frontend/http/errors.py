@@ -33,6 +33,7 @@ _NAMES = {status: code.name for code, (status, _) in reversed(_STATUSES.items())
     503: "UNAVAILABLE",
 }
 _NAMED = re.compile(r"(sampling\.|chat\.)(\w+)")
+_PARTS = re.compile(r"^(chat\.messages\[\d+\])\.parts\b")
 _IMAGE = re.compile(r"chat\.messages\[\d+\]\.parts\[\d+\]\.image")
 image_places: ContextVar[Mapping[str, str]] = ContextVar("image_places")
 """Names of the images in the current request's body, by their names in its chat."""
@@ -72,12 +73,13 @@ def refused_by(error: RequestError) -> HttpError:
     if image := _IMAGE.search(str(error)):
         place = image_places.get({}).get(image[0], image[0])
         return HttpError(status, code, str(error).replace(image[0], place), place.partition("[")[0])
-    named = _NAMED.match(str(error))
+    said = _PARTS.sub(r"\1.content", str(error))
+    named = _NAMED.match(said)
     if named is None:
-        return HttpError(status, code, str(error))
+        return HttpError(status, code, said)
     given: str = named[2]
     name = _IN_JSON.get(given, given)  # JSON bodies have all fields at their top
-    return HttpError(status, code, name + str(error)[named.end() :], name)
+    return HttpError(status, code, name + said[named.end() :], name)
 
 
 def of_part(place: str, error: RequestError | HttpError, *names: str) -> HttpError:
