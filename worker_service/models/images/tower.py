@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from worker_service.models.borrowed.network import build_network, pack_linears
 from worker_service.models.borrowed.weights import checkpoint_places
+from worker_service.models.images.attention import NAME
 from worker_service.models.images.config import ImageConfig
 from worker_service.models.images.embeddings import ImageEmbeddings, Pixels
 
@@ -19,7 +20,7 @@ class ImageTower:
     def __init__(self, config: ImageConfig, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate the weights unfilled."""
         self._dtype, self._device = dtype, device
-        self._network = build_network(config, dtype, device, "sdpa")
+        self._network = build_network(config, dtype, device, NAME)
         for name in _TEXT:
             if hasattr(self._network, name):
                 delattr(self._network, name)
