@@ -19,6 +19,10 @@ BENCHES = {
         "bench.serving.kinds",
         "token rates of models with windows, states and latents, compared with vLLM's CPU build, with random weights",
     ),
+    "images": (
+        "bench.serving.images",
+        "images per second, first tokens and pauses beside images, compared with vLLM's CPU build and transformers",
+    ),
     "load": (
         "bench.serving.load",
         "rates and percentiles of a load, from a trace or a distribution, on a running server over gRPC or HTTP",
