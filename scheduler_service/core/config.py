@@ -125,6 +125,8 @@ class SchedulerConfig:
     """Tokens of images whose embeddings the worker keeps (0: prompts have no images)."""
     encoder_budget: int = 0
     """Tokens of images that a step encodes. A single image may exceed this number."""
+    prepares_images: bool = False
+    """Whether the worker prepares images in the background, and reports them."""
     max_step_bytes: int = 8 << 20
     """Bytes that describe new sequences in a step (see planning/step.py). A prompt of 131,072 tokens counts as 0.7 MB;
     the default takes about 15 ms to encode."""

@@ -132,6 +132,8 @@ class ModelOutput:
     """Failed sequences with finite logits, whose parameters or output form allow no token."""
     failed_items: SequenceOf[EncoderItem] = ()
     """Images of the step's `items_to_encode` that could not be decoded."""
+    prepared_items: SequenceOf[EncoderItem] = ()
+    """Images that later steps can encode without a delay."""
     num_draft_tokens: list[int] = field(default_factory=list)
     num_draft_tokens_wanted: list[int] = field(default_factory=list)
     vectors: dict[int, bytes] = field(default_factory=dict)

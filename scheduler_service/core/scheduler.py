@@ -94,12 +94,12 @@ class Scheduler:
         if not self.has_work:
             return self._writer.write_nothing()
         step = Step(self.config, QueueView(self.waiting, self.worker), now)
-        if self.encoder_cache.users:
-            self.encoder_cache.settle()
+        self.encoder_cache.settle()
         may_suspect = self._groups.accused or (self.waiting and self.waiting.head.is_suspect)
         suspect = self._suspects.next(step) if may_suspect else None
         if suspect is not None and self._in_flight.outputs:
             return self._writer.write_nothing(step)
+        self.encoder_cache.waits = suspect is not None
         if self._has_windows:
             self._release_behind_window()
         if suspect is not None or not self._repeat(step):
@@ -109,6 +109,8 @@ class Scheduler:
         self._running.hand_out_rest(step)
         if self._admission.schedule_sharing(step):
             self._running.hand_out_rest(step)
+        if self.encoder_cache.holds_back and not (step.chunks or step.steady):
+            self._wait_for_images(step)
         if self.config.num_lookahead_slots:
             self._draft_room.hand_out(step)
         if self.blocks.states:
@@ -128,6 +130,14 @@ class Scheduler:
         if self.waiting and self.config.phase_rule is PhaseRule.CHUNKED:
             self._admission.schedule(step)
         return True
+
+    def _wait_for_images(self, step: Step) -> None:
+        """Plan the first running group that is held back by an image, in a step that is empty without it."""
+        self.encoder_cache.waits = True
+        for group in [group for group in self.running if group.images]:
+            if not step.chunks and group in self.running:
+                self._running.schedule_one(group, step)
+        self._running.hand_out_rest(step)
 
     def _schedule_all(self, step: Step) -> None:
         if self.config.phase_rule is PhaseRule.CHUNKED:
@@ -200,6 +210,8 @@ class Scheduler:
             self.balancer.stepped(self.member, output.num_tokens + sum(answer.num_draft_tokens), seconds)
         if self._groups.accused:
             self._evidence.answered(output, seconds)
+        if answer.prepared_items:
+            self.encoder_cache.prepared(answer.prepared_items)
         return self._answers.take_in(output, answer)
 
     def finish_sequence(self, sequence: Sequence, status: SequenceStatus) -> None:

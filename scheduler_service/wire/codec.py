@@ -216,6 +216,7 @@ def decode_model_output(message: pb.ModelOutput) -> ModelOutput:
         num_draft_tokens_wanted=list(message.num_draft_tokens_wanted),
         vectors={vectors.sequence_id: vectors.data for vectors in message.vectors},
         failed_items=[EncoderItem(item.digest, item.part) for item in message.failed_items],
+        prepared_items=[EncoderItem(item.digest, item.part) for item in message.prepared_items],
     )
     if not output.barred_sequence_ids <= output.failed_sequence_ids:
         raise ValueError("a sequence with no allowed token has not failed")

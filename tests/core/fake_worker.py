@@ -136,6 +136,12 @@ class Mirror:
         return tokens
 
 
+def next_image(mirror: Mirror) -> EncoderItem | None:
+    """The first image of which a sequence has computed no token."""
+    images = (item for item in mirror.items if item.image is not None and item.start >= mirror.num_computed)
+    return next((item.encoder_item for item in images), None)
+
+
 @dataclass
 class FakeWorker:
     config: SchedulerConfig
@@ -216,6 +222,8 @@ class FakeWorker:
                     sampled[sequence] = self._sample(mirror, sequence in late)
         answer = ModelOutput(output.step_id, [token for tokens in sampled.values() for token in tokens])
         answer.failed_items = failed_items
+        if self.config.prepares_images and output.step_id % 2:
+            answer.prepared_items = [name for name in map(next_image, self.mirrors.values()) if name is not None]
         if output.num_draft_tokens:
             answer.num_draft_tokens = [output.num_draft_tokens.get(s, 0) - num_unused.get(s.id, 0) for s in sampled]
         if output.num_draft_tokens or not all(sampled.values()):

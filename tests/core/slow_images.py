@@ -25,6 +25,8 @@ class SlowImages:
     def __init__(self, scheduler: "SlowScheduler") -> None:
         self.scheduler = scheduler
         self.size, self.budget = scheduler.config.encoder_cache_size, scheduler.config.encoder_budget
+        self.prepared: set[EncoderItem] = set()
+        self.waits = False
         self.kept: dict[EncoderItem, int] = {}  # tokens, in the order in which steps read them last
 
     def are_too_large(self, group: "SlowGroup") -> bool:
@@ -44,19 +46,24 @@ class SlowImages:
         begun = [image for sequence in sequences for image in sequence.begun if sequence.computed < image.stop]
         return {image.name: image.num_tokens for image in begun + self.planned()}
 
-    def fits(self, group: "SlowGroup", start: int, stop: int) -> bool:
-        """Whether the step can compute these tokens, too."""
-        touched = {image.name: image.num_tokens for image in self.touched(group, start, stop)}
+    def fits(self, group: "SlowGroup", start: int, stop: int, is_first: bool) -> bool:
+        """Whether the step can compute these tokens, too, without a wait for an image."""
+        images = self.touched(group, start, stop)
+        if self.scheduler.config.prepares_images and not self.waits:
+            known = {*self.kept, *self.used(), *self.prepared}
+            if any(image.name not in known and not (is_first and image.start <= start) for image in images):
+                return False
+        touched = {image.name: image.num_tokens for image in images}
         used = self.used() | touched
         new = {image.name: image.num_tokens for image in self.planned()} | touched
         new = {name: num_tokens for name, num_tokens in new.items() if name not in self.kept}
         return sum(used.values()) <= self.size and (len(new) <= 1 or sum(new.values()) <= self.budget)
 
-    def reach(self, group: "SlowGroup", start: int, most: int) -> int:
+    def reach(self, group: "SlowGroup", start: int, most: int, *, is_first: bool = False) -> int:
         """The most tokens after `start` that the step can compute, too."""
         if not group.images:
             return most
-        return max(n for n in range(most + 1) if self.fits(group, start, start + n))
+        return max(n for n in range(most + 1) if self.fits(group, start, start + n, is_first))
 
     def write(self) -> tuple[list[EncoderItem], list[EncoderItem]]:
         """What the step encodes, and what is dropped."""
@@ -64,6 +71,7 @@ class SlowImages:
         for image in self.planned():
             if image.name not in self.kept:
                 encoded.append(image.name)
+                self.prepared.discard(image.name)
             self.kept.pop(image.name, None)
             self.kept[image.name] = image.num_tokens  # the last now
         for sequence, num_tokens, _ in self.scheduler.plan:

@@ -133,6 +133,7 @@ class SlowScheduler(SlowBlocks):
             self.sharing, self.num_reserved_seqs = [], 0
             self.admit()
             self.hand_out_rest()
+        self.wait_for_images()
         self.hand_out_rooms()
         num_kept = 0
         if self.has_states:
@@ -142,6 +143,15 @@ class SlowScheduler(SlowBlocks):
         self.num_kept = num_kept
         self.adapters.tried |= to_try
         return self.write(began)
+
+    def wait_for_images(self) -> None:
+        """In a step that would be empty, the first group that can go on waits for its image."""
+        self.images.waits = True
+        for group in [group for group in self.running if group.images]:
+            if not self.plan and self.config.prepares_images and group in self.running:
+                self.grow(group)
+                self.hand_out_rest()
+        self.images.waits = False
 
     def may_admit(self, now: float) -> bool:
         if not self.queue.groups or not self.running:
@@ -200,7 +210,7 @@ class SlowScheduler(SlowBlocks):
         are_apart = self.config.phase_rule is PhaseRule.SEPARATE and catching_up  # none decodes among those
         for sequence in catching_up if are_apart else group.live:
             num_tokens = min(self.most_at_first(sequence, [s for s, _ in chunks]), left)
-            num_tokens = self.images.reach(group, sequence.computed, num_tokens)
+            num_tokens = self.images.reach(group, sequence.computed, num_tokens, is_first=not sequence.is_known)
             if num_tokens and sequence.device is not None and (sequence.is_table_known or bytes_left > 0):
                 chunks.append((sequence, num_tokens))
                 left -= num_tokens
@@ -307,7 +317,7 @@ class SlowScheduler(SlowBlocks):
     def can_read(self, group: SlowGroup) -> bool:
         """Whether the step can compute the first token that is not cached."""
         num_cached = self.cached(group.live[0])[0] * self.config.block_size
-        return self.images.reach(group, num_cached, 1) > 0
+        return self.images.reach(group, num_cached, 1, is_first=True) > 0
 
     def tokens_left_without(self, victims: list[SlowGroup]) -> int:
         others = [n for sequence, n, _ in self.plan if sequence.group not in victims and not sequence.is_encoder]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from slow_groups import SlowGroup, SlowQueue
 from slow_scheduler import SlowScheduler, SlowStep
 from workloads import (
+    IMAGES,
     Request,
     random_config,
     random_request,
@@ -24,6 +25,7 @@ from workloads import (
 )
 
 from scheduler_service.core import (
+    EncoderItem,
     FairQueue,
     ModelOutput,
     PreemptionMode,
@@ -230,6 +232,10 @@ class Both:
         if self.fast.config.num_lookahead_slots and drafting.random() < 0.5:
             answer.num_draft_tokens_wanted = list(wanted.values())
             self.slow.want(step, wanted)
+        if self.fast.config.prepares_images:
+            names = [EncoderItem(digest, part) for digest, parts in IMAGES.items() for part in range(len(parts))]
+            answer.prepared_items = [name for name in names if drafting.random() < 0.1]
+            self.slow.images.prepared.update(answer.prepared_items)
         self.fast.update_from_output(output, answer, now)
         self.slow.take_in(step, answers, now)
         self.compare()

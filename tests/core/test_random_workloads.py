@@ -108,6 +108,7 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
         "max_num_encoder_tokens": 11,
         "encoder_cache_size": 10 + more_tokens,
         "encoder_budget": max_prefill_chunk,
+        "prepares_images": bool(more_tokens % 2),
     }
     waiting = policy()
     scheduler = make_scheduler(waiting, **sizes)

@@ -86,6 +86,7 @@ CONFIG = SchedulerConfig(
     max_num_encoder_tokens=77,
     encoder_cache_size=90,
     encoder_budget=9,
+    prepares_images=True,
 )
 ENCODER_INPUT = EncoderInput(num_tokens=5, token_ids=(3, 1, 4), features=b"sound", num_feature_bytes=5, digest=b"d")
 

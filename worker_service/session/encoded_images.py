@@ -2,7 +2,7 @@
 and dropped; a step that contradicts the worker's limits is refused."""
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from worker_service.errors import InvalidStepError
 from worker_service.session.items import EncoderItem, ImageToEncode
@@ -17,6 +17,7 @@ class EncodedImages:
         self._items = items
         self._sizes: dict[EncoderItem, int] = {}
         self._num_tokens = 0
+        self._next: dict[int, EncoderItem] = {}  # what each sequence needs next, by its id
 
     def drop(self, items: Iterable[EncoderItem]) -> None:
         for item in items:
@@ -50,14 +51,24 @@ class EncodedImages:
                         f"sequence {chunk.sequence.sequence_id} computes token {start}, whose image is not encoded"
                     )
 
-    def ahead(self, chunks: Iterable[ScheduledChunk]) -> Iterator[ImageToEncode]:
-        """The images that the chunks' sequences need next."""
+    def ahead(self, chunks: Iterable[ScheduledChunk], live: Container[int]) -> tuple[ImageToEncode, ...]:
+        """The images that sequences need next, once each, the longest needed first. live: the ids of all sequences."""
         for chunk in chunks:
-            items = chunk.sequence.items
-            for place in range(bisect_right(items, chunk.stop, key=STOP), len(items)):
-                item = items[place]
-                if item.encoded is None or item.encoded in self._sizes:
-                    continue
-                if (image := self._items.image(item.encoded)) is not None:
-                    yield image
-                break
+            sequence_id = chunk.sequence.sequence_id
+            if (item := self._needed_after(chunk)) is not None:
+                self._next[sequence_id] = item
+            elif self._next:
+                self._next.pop(sequence_id, None)
+        if not self._next:
+            return ()
+        self._next = {sequence_id: item for sequence_id, item in self._next.items() if sequence_id in live}
+        images = [self._items.image(item) for item in dict.fromkeys(self._next.values()) if item not in self._sizes]
+        return tuple(image for image in images if image is not None)
+
+    def _needed_after(self, chunk: ScheduledChunk) -> EncoderItem | None:
+        items = chunk.sequence.items
+        for place in range(bisect_right(items, chunk.stop, key=STOP), len(items)):
+            name = items[place].encoded
+            if name is not None and name not in self._sizes:
+                return name
+        return None

@@ -70,7 +70,7 @@ class Session:
             return output
         images = self._encoded.encode(output.items_to_encode)
         self._encoded.check(chunks)
-        ahead = tuple(self._encoded.ahead(chunks))
+        ahead = self._encoded.ahead(chunks, self.sequences)
         return replace(output, images=images, images_ahead=ahead) if images or ahead else output
 
     def follows_unseen(self, output: SchedulerOutput) -> bool:

@@ -329,3 +329,5 @@ class ModelOutput:
     """Failed sequences whose parameters or output form allow no token, although logits are finite."""
     failed_items: list[EncoderItem] = field(default_factory=list)
     """Images of `items_to_encode` that could not be decoded."""
+    prepared_items: list[EncoderItem] = field(default_factory=list)
+    """Images that a later step can encode without a delay."""

@@ -4,6 +4,11 @@ A chunk needs every image that it touches (here always: or part of one, if the w
 their own). An image is encoded in the step whose chunk first needs it. A chunk ends before an image for which the
 worker's cache has no room or the step no budget.
 
+Encoding takes up to seconds, for which every sequence of the step would wait. So a worker that can (`prepares_images`)
+prepares in the background what its sequences need next, and reports it. A chunk ends before an image that is not
+prepared, and only a step that would compute nothing else waits for one. The first token of a sequence is the exception:
+the worker knows the images of a sequence from its first step on.
+
 A sequence that has touched an image uses it until all of its tokens are computed. A used image is never dropped, so the
 sequence can always compute to the end of the image without further room. Unused images are kept, and the least recently
 read are dropped first. A group that is swapped out uses none: it could not compute, and others would wait for its room.
@@ -21,6 +26,9 @@ from scheduler_service.core.groups.prompt_item import EncoderItem, Items, Prompt
 from scheduler_service.core.groups.sequence import Sequence
 from scheduler_service.core.groups.sequence_status import SequenceStatus
 from scheduler_service.core.outputs import SchedulerOutput
+
+MAX_PREPARED = 65_536
+"""Reports of prepared images that are remembered."""
 
 
 @dataclass(slots=True)
@@ -53,18 +61,33 @@ class EncoderCache:
         self.encoded: list[EncoderItem] = []
         self.dropped: list[EncoderItem] = []
         self.counts = EncoderCounts()
+        self._prepared: OrderedDict[EncoderItem, None] = OrderedDict()
+        self._prepares = config.prepares_images
+        self.waits = False
+        """Whether chunks may have images that are not prepared."""
+        self.holds_back = False
+        """Whether a chunk ended before an image that is not prepared, since `settle`."""
 
     # ---- planning
 
+    def prepared(self, names: Iterable[EncoderItem]) -> None:
+        """Note what the worker has prepared. The worker may lose it again: a step that needs it then waits."""
+        for name in names:
+            self._prepared[name] = None
+            if len(self._prepared) > MAX_PREPARED:
+                self._prepared.popitem(last=False)
+
     def settle(self) -> None:
         """Before a step is planned, stop using the images whose tokens are computed."""
+        self.holds_back = False
         for sequence, used in [*self.users.items()]:
             for name, item in [*used.items()]:
                 if _has_computed(sequence, item):
                     self._stop_using(sequence, name)
 
-    def reach(self, images: Items, start: int, num_tokens: int) -> int:
-        """How many of the `num_tokens` tokens after the first `start` a chunk can have in the planned step."""
+    def reach(self, images: Items, start: int, num_tokens: int, *, is_first: bool = False) -> int:
+        """How many of the `num_tokens` tokens after the first `start` a chunk can have in the planned step. `is_first`:
+        it is the sequence's first chunk on this worker."""
         room, num_planned, own = self._size - self._num_used, sum(self._planned.values()), set[EncoderItem]()
         for item in items_between(images, start, start + num_tokens):
             name, number = item.encoder_item, item.num_embeddings
@@ -72,6 +95,10 @@ class EncoderCache:
                 continue
             is_new = name not in self._kept
             if number > room or (is_new and num_planned and num_planned + number > self._budget):
+                return max(0, item.start - start)
+            is_prepared = not self._prepares or self.waits or name in self._prepared
+            if is_new and not is_prepared and not (is_first and item.start <= start):
+                self.holds_back = True
                 return max(0, item.start - start)
             own.add(name)
             room -= number
@@ -138,6 +165,7 @@ class EncoderCache:
                 self._kept.move_to_end(name)
                 continue
             self._kept[name] = number = self._planned.pop(name)
+            self._prepared.pop(name, None)
             self._num_kept += number
             self.counts.num_encoded += 1
             self.counts.num_encoded_tokens += number

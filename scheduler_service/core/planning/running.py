@@ -63,7 +63,8 @@ class ChunkSizes:
             elif num_tokens > num_tokens_left:
                 continue
             if group.images:
-                num_tokens = self._encoder_cache.reach(group.images, sequence.num_computed_tokens, num_tokens)
+                start, is_first = sequence.num_computed_tokens, not sequence.is_known
+                num_tokens = self._encoder_cache.reach(group.images, start, num_tokens, is_first=is_first)
             if num_tokens and sequence.id in self._blocks.tables:
                 num_bytes = 0
                 if not self._blocks.is_told(sequence):

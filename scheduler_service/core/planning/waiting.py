@@ -110,7 +110,7 @@ class WaitingPlanner:
         if not group.images:
             return True
         num_cached = self._blocks.cache.cached(group.live[0]).num_tokens
-        return self._encoder_cache.reach(group.images, num_cached, 1) > 0
+        return self._encoder_cache.reach(group.images, num_cached, 1, is_first=True) > 0
 
     def is_time(self, now: float) -> bool:
         """Whether the oldest waiting group has waited long enough for further prompts to join its step."""

@@ -148,6 +148,30 @@ def test_a_group_that_resumes_encodes_only_images_of_which_it_computes_a_token()
     assert [output_of(group) for group in groups] == [reference_output(group, 0, 40) for group in groups]
 
 
+def test_tokens_of_an_image_wait_until_the_worker_has_prepared_it_and_other_sequences_do_not_wait() -> None:
+    scheduler, worker = scheduler_with(20, prepares_images=True, max_num_batched_tokens=30)
+    scheduler.add_request(make_group("text", 3, max_tokens=20))
+    step(scheduler, worker)
+    scheduler.add_request(with_images("seen", A, B))
+    found = [(plan(output := step(scheduler, worker)), [*output.items_to_encode]) for _ in range(6)]
+    assert found[0] == ({"text": [1], "seen": [2]}, [])
+    held = [number for number, (chunks, _) in enumerate(found) if "seen" not in chunks]
+    assert held
+    assert all("text" in chunks for chunks, _ in found)
+    assert [(chunks["seen"], new) for chunks, new in found[1:3] if "seen" in chunks] == [([6], names(A))]
+    run(scheduler, worker)
+    assert worker.encoder.num_encoded == 2
+
+
+def test_a_step_that_would_be_empty_waits_for_an_image_that_is_not_prepared() -> None:
+    scheduler, worker = scheduler_with(20, prepares_images=True)
+    worker.config = scheduler_with(20)[0].config  # which reports nothing
+    for name in "pq":
+        scheduler.add_request(with_images(name, (name, 2, 4)))
+    plans = [plan(step(scheduler, worker)) for _ in range(4)]
+    assert plans == [{"p": [2], "q": [2]}, {"p": [18]}, {"p": [1]}, {"p": [1]}]
+
+
 def test_the_time_to_encode_an_image_does_not_count_as_a_worker_that_is_slow() -> None:
     scheduler, worker = scheduler_with(9)
     make_scheduler(scheduler.waiting)  # with one worker alone, no times are compared
@@ -184,6 +208,7 @@ def test_an_image_that_cannot_be_decoded_ends_its_requests_and_no_others(
         num_host_blocks=more_blocks,
         preemption_mode=mode,
         max_num_batched_tokens=8 + seed % 20,
+        prepares_images=seed % 2 == 1,
     )
     bad = ("bad", seed % 7, 1 + seed % 5)
     worker.encoder = FakeEncoder(scheduler.config, failing={make_image(*bad).digest})

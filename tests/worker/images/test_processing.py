@@ -1,11 +1,12 @@
 """Images are read in a thread, each once while there is room."""
 
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import pytest
 import torch
 
-from worker_service.execution.images.image_encoder import ImageEncoder
+from worker_service.execution.images.image_encoder import MAX_AHEAD, ImageEncoder
 from worker_service.execution.images.processing import MAX_KEPT, ImageProcessing
 from worker_service.models.images.embeddings import ImageEmbeddings, Pixels
 from worker_service.session.items import EncoderItem, ImageToEncode
@@ -57,12 +58,47 @@ def test_a_file_that_is_no_image_raises_in_the_thread_that_needs_it() -> None:
             processing.take(image(0))
 
 
-def test_a_step_of_many_images_reads_each_once() -> None:
-    class Tower:
-        def encode(self, pixels: Pixels) -> ImageEmbeddings:
-            return ImageEmbeddings(pixels["pixel_values"])
+class Tower:
+    def encode(self, pixels: Pixels) -> ImageEmbeddings:
+        return ImageEmbeddings(pixels["pixel_values"])
 
+
+def test_a_step_of_many_images_reads_each_once() -> None:
     processing = ImageProcessing(reader := Reader())
     images = tuple(image(1 + n // 2, n % 2)._replace(num_embeddings=2) for n in range(8 * MAX_KEPT))
     assert ImageEncoder(Tower(), processing, 0).encode(SchedulerOutput(1, 1, images=images)).failed == []
     assert reader.read == [bytes([1 + n]) for n in range(4 * MAX_KEPT)]
+
+
+def test_images_that_later_steps_need_are_encoded_meanwhile_and_reported_once() -> None:
+    encoder = ImageEncoder(Tower(), ImageProcessing(reader := Reader()), 0)
+    ahead = tuple(image(number)._replace(num_embeddings=2) for number in (1, 2))
+    encoder.encode(SchedulerOutput(1, 1, images_ahead=ahead))
+    for job in encoder._jobs.values():
+        job.result()
+    reported = [encoder.encode(SchedulerOutput(1, step, images_ahead=ahead)).prepared for step in (2, 3)]
+    assert reported == [[one.item for one in ahead], []]
+    found = encoder.encode(SchedulerOutput(1, 4, images=ahead[:1], images_ahead=ahead[1:]))
+    assert (found.failed, found.prepared, reader.read) == ([], [], [b"\1", b"\2"])
+    encoder.encode(SchedulerOutput(1, 5))
+    assert not encoder._jobs, "an image that no sequence needs any more is kept"
+
+
+def test_a_step_does_not_wait_for_images_of_later_steps() -> None:
+    begun, goes_on = Event(), Event()
+
+    class SlowTower(Tower):
+        def encode(self, pixels: Pixels) -> ImageEmbeddings:
+            begun.set()
+            assert goes_on.wait(60)
+            return super().encode(pixels)
+
+    encoder = ImageEncoder(SlowTower(), ImageProcessing(Reader()), 0)
+    ahead = tuple(image(number)._replace(num_embeddings=2) for number in range(1, 9))
+    assert encoder.encode(SchedulerOutput(1, 1, images_ahead=ahead)).prepared == []
+    assert begun.wait(60)
+    assert len(encoder._jobs) == MAX_AHEAD
+    goes_on.set()
+    last = encoder.encode(SchedulerOutput(1, 2, images=ahead[7:], images_ahead=ahead[:7]))
+    assert last.failed == []
+    assert [*encoder._held] == [ahead[7].item]

@@ -1,23 +1,32 @@
-"""Encodes the images of a step, keeps their embeddings as long as the scheduler says, and finds the tokens of a step
-that they replace."""
+"""Encodes images, keeps their embeddings as long as the scheduler says, and finds the tokens of a step that they
+replace.
+
+Images that sequences need next are encoded in the background, in the order in which they were first needed. A step that
+encodes such an image takes the result, or waits for it."""
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from itertools import islice
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import structlog
+import torch
 
 from worker_service.errors import is_out_of_memory
-from worker_service.execution.images.processing import MAX_KEPT, ImageProcessing
+from worker_service.execution.images.background import BackgroundThread
+from worker_service.execution.images.processing import ImageProcessing
 from worker_service.models.images.embeddings import ImageEmbeddings, Pixels
 from worker_service.session.items import EncoderItem, ImageToEncode, PromptItem
 from worker_service.session.sequence_state import SequenceState
 from worker_service.session.step import SchedulerOutput
 
 log = structlog.get_logger()
+
+MAX_AHEAD = 4
+"""Images that are encoded before a step needs them."""
 
 
 class Tower(Protocol):
@@ -31,13 +40,16 @@ class Encoded(NamedTuple):
     failed: Sequence[EncoderItem] = ()
     """Images that could not be read."""
     encode_us: int = 0
+    """The time for which the step waited."""
+    prepared: Sequence[EncoderItem] = ()
+    """Images that have been encoded ahead since the step before."""
 
 
 NONE_ENCODED = Encoded()
 
 
 class ImageEncoder:
-    """Only the device thread uses the embeddings."""
+    """Only the device thread calls these methods."""
 
     def __init__(self, tower: Tower, processing: ImageProcessing, image_token_id: int) -> None:
         self.processing = processing
@@ -45,22 +57,50 @@ class ImageEncoder:
         self._image_token_id = image_token_id
         # None for an image that could not be read.
         self._held: dict[EncoderItem, ImageEmbeddings | None] = {}
+        self._thread = BackgroundThread("encoder")
+        self._jobs: dict[EncoderItem, Future[ImageEmbeddings | None]] = {}
+        self._reported: set[EncoderItem] = set()
 
     def encode(self, output: SchedulerOutput) -> Encoded:
-        """Drop and encode what the step says. Parts are encoded one by one, so that the bits of one do not depend on
-        others."""
+        """Drop and encode what the step says, and begin what later steps need. Parts are encoded one by one, so that
+        the bits of one do not depend on others."""
         if output.step_id == 1:  # of a new session
             self._held.clear()
+            self._stop_all()
         for item in output.dropped_embeddings:
             self._held.pop(item, None)
+        if not (output.images or output.images_ahead or self._jobs):
+            return NONE_ENCODED
         began, failed = time.perf_counter(), []
-        for place, image in enumerate(output.images):
-            self.processing.look_ahead(islice(output.images, place, place + 1 + MAX_KEPT))
-            self._held[image.item] = found = self._encode(image)
+        self._begin(output)
+        for image in output.images:
+            self._held[image.item] = found = self._jobs[image.item].result()
+            self._stop(image.item)
             if found is None:
                 failed.append(image.item)
-        self.processing.look_ahead(output.images_ahead)
-        return Encoded(failed, round((time.perf_counter() - began) * 1e6) if output.images else 0)
+        prepared = [item for item, job in self._jobs.items() if job.done() and item not in self._reported]
+        self._reported.update(prepared)
+        return Encoded(failed, round((time.perf_counter() - began) * 1e6) if output.images else 0, prepared)
+
+    def _begin(self, output: SchedulerOutput) -> None:
+        """Begin to encode the step's images, then those of later steps, and stop what no sequence needs any more."""
+        ahead = {image.item: image for image in output.images_ahead}
+        needed = {image.item: image for image in output.images}
+        for item, job in [*self._jobs.items()]:
+            if item not in needed and (item not in ahead or (needed and job.cancel())):
+                self._stop(item)
+        for item, image in (needed | dict(islice(ahead.items(), MAX_AHEAD))).items():
+            if item not in self._jobs:
+                self.processing.look_ahead([image])
+                self._jobs[item] = self._thread.submit(lambda image=image: self._encode(image))  # type: ignore[misc]
+
+    def _stop(self, item: EncoderItem) -> None:
+        self._jobs.pop(item).cancel()
+        self._reported.discard(item)
+
+    def _stop_all(self) -> None:
+        for item in [*self._jobs]:
+            self._stop(item)
 
     def within(
         self, sequence: SequenceState, item: PromptItem, start: int, stop: int
@@ -77,6 +117,7 @@ class ImageEncoder:
         part = slice(first, first + len(places))
         return places + start, ImageEmbeddings(whole.embeddings[part], [layer[part] for layer in whole.deep])
 
+    @torch.inference_mode()
     def _encode(self, image: ImageToEncode) -> ImageEmbeddings | None:
         try:
             found = self._tower.encode(self.processing.take(image))

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 
+from worker_service.execution.images.background import yield_to_steps
 from worker_service.models.images.embeddings import Pixels
 from worker_service.session.items import ImageToEncode
 
@@ -19,7 +20,7 @@ class ImageProcessing:
     def __init__(self, read: Callable[[bytes, int, int], Sequence[Pixels]]) -> None:
         """read: see `PixelReader.read`."""
         self._read = read
-        self._thread = ThreadPoolExecutor(1, "images")
+        self._thread = ThreadPoolExecutor(1, "images", yield_to_steps)
         self._lock = Lock()
         self._jobs: OrderedDict[bytes, Future[Sequence[Pixels]]] = OrderedDict()
 

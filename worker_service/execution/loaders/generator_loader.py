@@ -184,6 +184,8 @@ class GeneratorLoader(Loader):
             features.append("swap")
         if self._forms is not None:
             features.append("forms")
+        if self.target.images is not None:
+            features.append("prepared-images")
         if (speculation := self.settings.speculation) is not None:
             features.append(f"speculate:{speculation.method}")
         return tuple(features)

@@ -150,6 +150,7 @@ class RunningStep:
             barred_sequence_ids=barred,
             vectors=vectors,
             failed_items=[*self._encoded.failed],
+            prepared_items=[*self._encoded.prepared],
         )
 
     def _num_choices(self, chunk: ScheduledChunk) -> int:

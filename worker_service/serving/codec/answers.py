@@ -30,6 +30,7 @@ def encode_model_output(epoch: int, step_id: int, output: ModelOutput) -> pb.Mod
         failed_sequence_ids=output.failed_sequence_ids,
         barred_sequence_ids=output.barred_sequence_ids,
         failed_items=[pb.EncoderItem(**item._asdict()) for item in output.failed_items],
+        prepared_items=[pb.EncoderItem(**item._asdict()) for item in output.prepared_items],
         vectors=[pb.SequenceVectors(sequence_id=one.sequence_id, data=one.data) for one in output.vectors],
     )
 

@@ -1,0 +1,50 @@
+"""A thread for work that steps need later."""
+
+import contextlib
+import os
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+NICENESS = 5
+"""The difference to the niceness of steps. Beside steps that use all cores, Linux gives such a thread a quarter."""
+
+
+def yield_to_steps() -> None:
+    """Lower the priority of the calling thread, where the system can."""
+    thread_id = threading.get_native_id()
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, thread_id, os.getpriority(os.PRIO_PROCESS, thread_id) + NICENESS)
+
+
+class BackgroundThread:
+    """Runs work in order, in a daemon thread, so that the process can exit while the thread is busy."""
+
+    def __init__(self, name: str) -> None:
+        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self._num_threads = torch.get_num_threads()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def submit(self, work: Callable[[], Result]) -> "Future[Result]":
+        future: Future[Result] = Future()
+        self._work.put((future, work))
+        return future
+
+    def _run(self) -> None:
+        yield_to_steps()
+        torch.set_num_threads(self._num_threads)
+        while True:
+            future, work = self._work.get()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+            del future, work
