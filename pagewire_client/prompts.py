@@ -72,11 +72,11 @@ class PromptEmbeds:
 
 
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-Part = str | Sequence[int] | PromptEmbeds | Image
+Part = str | Sequence[int] | PromptEmbeds | Image | Sound
 Messages = Sequence[Mapping[str, Any]]
-"""Chat messages with "role" and "content": a text, or a list of texts and images."""
-Prompt = str | Sequence[int] | Messages | PromptEmbeds | Image | Sequence[Part] | EncoderPrompt
-"""Text, token ids, chat messages, embeddings, an image, a list of such parts, or an encoder's input."""
+"""Chat messages with "role" and "content": a text, or a list of texts, images and sounds."""
+Prompt = str | Sequence[int] | Messages | PromptEmbeds | Image | Sound | Sequence[Part] | EncoderPrompt
+"""Text, token ids, chat messages, embeddings, an image, a sound, a list of such parts, or an encoder's input."""
 
 Text = str | Sequence[int]
 
@@ -95,11 +95,11 @@ def set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
             request.encoder_token_ids.SetInParent()
         if prompt.decoder:
             request.token_ids.ids.extend(prompt.decoder)
-    elif isinstance(prompt, PromptEmbeds | Image):
+    elif isinstance(prompt, PromptEmbeds | Image | Sound):
         _add_parts(request.parts, [prompt])
     elif prompt and isinstance(prompt[0], Mapping):
         request.chat.CopyFrom(to_chat(prompt))  # type: ignore[arg-type]
-    elif prompt and isinstance(prompt[0], str | PromptEmbeds | Image | Sequence):
+    elif prompt and isinstance(prompt[0], str | PromptEmbeds | Image | Sound | Sequence):
         _add_parts(request.parts, prompt)  # type: ignore[arg-type]
     else:
         request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
@@ -114,6 +114,8 @@ def _add_parts(message: pb.PromptParts, parts: Sequence[Part]) -> None:
             message.parts.add(prompt_embeds=part.data)
         elif isinstance(part, Image):
             message.parts.add(image=pb.Image(data=part.data))
+        elif isinstance(part, Sound):
+            message.parts.add(sound=pb.Sound(data=part.data, content_type=part.content_type))
         else:
             message.parts.add(token_ids=pb.TokenIds(ids=part))
 
@@ -130,6 +132,8 @@ def _message(message: Mapping[str, Any]) -> pb.ChatMessage:
     for part in content:
         if isinstance(part, Image):
             found.parts.add(image=pb.Image(data=part.data))
+        elif isinstance(part, Sound):
+            found.parts.add(sound=pb.Sound(data=part.data, content_type=part.content_type))
         else:
             found.parts.add(text=part)
     return found

@@ -53,17 +53,17 @@ def read_image_layouts(files: Path | Mapping[str, Path], encode: Encode | None =
     """
     if isinstance(files, Path):
         files = {file.name: file for file in files.iterdir()}
-    config = _read(files, "config.json")
+    config = read_file(files, "config.json")
     family = str(config.get("model_type"))
     if family not in _FAMILIES:
         if not config.get("vision_config"):
             return None
         reason = _REFUSED.get(family, "no layout of its images is known")
         raise ValueError(f"images of models of type {shown(family)} are not read: {reason}")
-    processor = _read(files, "processor_config.json")
+    processor = read_file(files, "processor_config.json")
     where, pixels = "image_processor of processor_config.json", processor.pop("image_processor", None)
     if pixels is None:
-        where, pixels = "preprocessor_config.json", _read(files, "preprocessor_config.json")
+        where, pixels = "preprocessor_config.json", read_file(files, "preprocessor_config.json")
     if not isinstance(pixels, dict) or not pixels:
         raise ValueError(f"{where} is missing or empty, so images are not read")
     processor = {"processor_class": pixels.get("processor_class"), **processor}
@@ -75,7 +75,7 @@ def read_image_layouts(files: Path | Mapping[str, Path], encode: Encode | None =
         processor=Settings("processor_config.json", processor),
         pixels=Settings(where, pixels),
         tokenizer=TokenizerConfig.read(files),
-        encode=encode or _tokenizer(files),
+        encode=encode or tokenizer_of(files),
     )
     layouts = _FAMILIES[family](model)
     model.processor.ignore("chat_template", "tokenizer", "video_processor")  # have files of their own, or for videos
@@ -84,7 +84,7 @@ def read_image_layouts(files: Path | Mapping[str, Path], encode: Encode | None =
     return layouts
 
 
-def _tokenizer(files: Mapping[str, Path]) -> Encode:
+def tokenizer_of(files: Mapping[str, Path]) -> Encode:
     @cache
     def tokenizer() -> tokenizers.Tokenizer:
         if "tokenizer.json" not in files:
@@ -97,7 +97,7 @@ def _tokenizer(files: Mapping[str, Path]) -> Encode:
     return lambda text: tokenizer().encode(text, add_special_tokens=False).ids
 
 
-def _read(files: Mapping[str, Path], name: str) -> dict[str, Any]:
+def read_file(files: Mapping[str, Path], name: str) -> dict[str, Any]:
     if name not in files:
         return {}
     try:

@@ -1,6 +1,6 @@
 """The served model: its limits, which the engine sends, and the settings in its files."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 from pagewire.v1.engine_service_pb2 import ModelLimits
 from pagewire_common.images.families import read_image_layouts
 from pagewire_common.images.layout import ImageLayouts
+from pagewire_common.images.model_images import Encode
 from pagewire_common.model_files.eos_tokens import eos_token_ids
 from pagewire_common.model_files.generation_config import FILE, GenerationConfig, GenerationDefaults
 from pagewire_common.model_files.generation_keys import TOKEN
@@ -15,6 +16,7 @@ from pagewire_common.model_files.json_text import loads
 from pagewire_common.model_files.sentence_config import FILE as SENTENCES
 from pagewire_common.model_files.sentence_config import SentenceConfig
 from pagewire_common.model_files.shown import shown
+from pagewire_common.sounds.families import read_sound_layouts
 from pagewire_common.start_error import StartError
 from scheduler_service.frontend.chat.find_syntax import find_syntax
 from scheduler_service.frontend.chat.syntax import ChatSyntax
@@ -78,6 +80,10 @@ class ServedModel:
     images: ImageLayouts | None = None
     images_refusal: str = ""
     """Why the model has images and reads none; empty otherwise."""
+    sounds: ImageLayouts | None = None
+    """How the model reads sounds in prompts."""
+    sounds_refusal: str = ""
+    """Why the model has sounds and reads none; empty otherwise."""
     image_checker: ImageChecker = field(default_factory=ImageChecker)
 
     @property
@@ -85,11 +91,18 @@ class ServedModel:
         return self.images is not None and self.encoder_cache_size > 0
 
     @property
+    def reads_sounds(self) -> bool:
+        return self.sounds is not None and self.encoder_cache_size > 0
+
+    @property
     def reads(self) -> str:
         """The possible contents of messages, for errors."""
+        if self.reads_sounds:
+            return "text and sounds"
         if self.reads_images:
             return "text and images"
-        return f"text alone ({self.images_refusal})" if self.images_refusal else "text alone"
+        refusal = self.images_refusal or self.sounds_refusal
+        return f"text alone ({refusal})" if refusal else "text alone"
 
     @property
     def tasks(self) -> list[str]:
@@ -134,11 +147,14 @@ class ServedModel:
         sentences = SentenceConfig.read(config, _read_json(directory / SENTENCES) or {}, limits.num_labels)
         if defaults.stop and tokenizer is None:
             raise StartError(f"{generation.file} says stop_strings, and there is no tokenizer to find them with")
-        images, images_refusal = _images(directory, tokenizer)
+        images, images_refusal = _layouts(read_image_layouts, directory, tokenizer)
+        sounds, sounds_refusal = _layouts(read_sound_layouts, directory, tokenizer)
         return cls(
             **_values(limits),
             images=images,
             images_refusal=images_refusal,
+            sounds=sounds,
+            sounds_refusal=sounds_refusal,
             eos_token_ids=ends,
             tokenizer=tokenizer,
             similarity=sentences.similarity,
@@ -154,12 +170,14 @@ class ServedModel:
         )
 
 
-def _images(directory: Path, tokenizer: Tokenizer | None) -> tuple[ImageLayouts | None, str]:
-    """How the model reads images, or why it reads none."""
+def _layouts(
+    read: Callable[[Path, Encode], ImageLayouts | None], directory: Path, tokenizer: Tokenizer | None
+) -> tuple[ImageLayouts | None, str]:
+    """How the model reads images or sounds, or why it reads none."""
     if tokenizer is None:
         return None, ""
     try:
-        return read_image_layouts(directory, tokenizer.special_ids), ""
+        return read(directory, tokenizer.special_ids), ""
     except ValueError as error:
         return None, str(error)
 

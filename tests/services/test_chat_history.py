@@ -146,7 +146,7 @@ REFUSED: list[tuple[Any, str]] = [
     ([USER | {"tool_calls": []}], r"messages\[0\].tool_calls is for messages of the assistant"),
     ([USER | {"reasoning": "a"}], r"messages\[0\].reasoning is for messages of the assistant"),
     ([SAID | {"function_call": {"name": "a"}}], r"messages\[0\].function_call is the old form of tool calls"),
-    ([SAID | {"audio": {"id": "a"}}], r"messages\[0\].audio is set, and this model hears no sounds"),
+    ([SAID | {"audio": {"id": "a"}}], r"messages\[0\].audio is set, and sounds of the assistant are not read here"),
     ([SAID | {"tool_calls": {}}], r"messages\[0\].tool_calls must be a list"),
     ([SAID | {"tool_calls": [None]}], r"tool_calls\[0\] is missing; it must be an object"),
     ([SAID | {"tool_calls": [call("a", {}) | {"type": "custom"}]}], r"tool_calls\[0\].type is 'custom'"),

@@ -145,7 +145,7 @@ REFUSED: dict[str, tuple[pb.GenerateRequest, str]] = {
     ),
     "an empty part": (
         pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", parts=[pb.ContentPart()])])),
-        r"chat\.messages\[0\]\.parts\[0\] is empty; set one of text or image",
+        r"chat\.messages\[0\]\.parts\[0\] is empty; set one of text, image or sound",
     ),
     "no image": (
         pb.GenerateRequest(chat=chat_of(("user", ["a", b"hello"]))),

@@ -16,6 +16,7 @@ from engines import running
 from fake_worker_service import FakeWorkerService, serving
 from http_edge import http_edge
 from image_chats import TALL, TEMPLATES, WIDE, fake_image_model, image_of, layout_of_fake_model, write_image_tokenizer
+from sounds import file_of, samples, wav
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.calls.errors import RequestError
@@ -64,7 +65,9 @@ class Edge:
         return [
             (
                 message.role,
-                [part.image.data or part.text for part in message.parts] if message.parts else [message.content],
+                [part.image.data or part.sound.data or part.text for part in message.parts]
+                if message.parts
+                else [message.content],
             )
             for message in self.chats.pop().messages
         ]
@@ -244,6 +247,32 @@ async def test_a_model_without_images_refuses_them_by_name(edge: Edge, model: Se
         assert status == 400
         assert "image" in said
         assert "this model reads text alone (its tokens see each other both ways)" in said
+
+
+def openai_sound(data: bytes, kind: Any = "wav") -> dict[str, Any]:
+    return {"type": "input_audio", "input_audio": {"data": base64.b64encode(data).decode(), "format": kind}}
+
+
+async def test_chats_of_openai_have_sounds(edge: Edge, model: ServedModel) -> None:
+    edge.link.loading.model = replace(model, images=None, sounds=model.images)
+    sound, mp3 = wav(0.1), file_of(samples(0.1), "MP3", "MPEG_LAYER_III")
+    body = chat(openai_sound(sound), LOOK, LOOK, openai_sound(mp3, "mp3"))
+    assert await edge.chat(*body) == [("user", [sound, "look\nlook", mp3])]
+    for asked, reason in (
+        (chat(openai_sound(sound, "mp3")), "content[0].input_audio.data does not begin as a file of the format mp3"),
+        (chat(openai_sound(mp3)), "does not begin as a file of the format wav"),
+        (chat(openai_sound(sound, "flac")), "input_audio.format is 'flac'; it must be mp3 or wav"),
+        (chat(openai_sound(sound, ["wav"])), "input_audio.format is "),
+        (chat({"type": "input_audio", "input_audio": {"data": "x*", "format": "wav"}}), "data is not base64"),
+        (chat({"type": "input_audio", "input_audio": {"format": "wav"}}), "input_audio.data is missing"),
+        (chat({"type": "input_audio"}), "input_audio is missing; it must be an object"),
+        (chat(openai_image(URL)), "reads text and sounds; it must be text, input_audio or refusal"),
+        (message({"type": "base64", "media_type": "image/png", "data": ""}), "this model reads text and sounds"),
+        ((RESPONSES, {"input": [of_user(openai_sound(sound))]}), "this model reads text and sounds"),
+    ):
+        status, said = await edge.refusal(*asked)
+        assert status == 400
+        assert reason in said
 
 
 async def test_a_body_may_be_large_with_images_alone(edge: Edge) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pagewire_common.model_files.tokenizer_config import TokenizerConfig, check_ids
+from pagewire_common.sounds.families import has_sounds
 from pagewire_common.start_error import StartError
 from worker_service.loading.build_once import build_once
 from worker_service.loading.files.json_file import read_json
@@ -24,7 +25,8 @@ NAMES = (
     "processor_config.json",
 )
 _OF_IMAGES = ("preprocessor_config.json", "processor_config.json")
-"""Files that only models with a vision tower send. Other models, such as Whisper, keep their fingerprint."""
+"""Files that only models with images or sounds in prompts send. Other models, such as Whisper, keep their
+fingerprint."""
 _SLOW = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
 _TEXTS = (".json", ".jinja", ".model", ".txt")
 _PIECE_BYTES = 1 << 20
@@ -88,7 +90,8 @@ def read_pieces(files: list[Path]) -> Iterator[tuple[str, bytes]]:
 def _has_images(files: Mapping[str, Path]) -> bool:
     if not files.keys() & {*_OF_IMAGES} or "config.json" not in files:
         return False
-    return bool(read_json(files["config.json"]).get("vision_config"))
+    config = read_json(files["config.json"])
+    return bool(config.get("vision_config")) or has_sounds(config)
 
 
 def _has_older_tokenizer(path: Path) -> bool:

@@ -14,7 +14,7 @@ from scheduler_service.frontend.checking.checks import (
     require_tokenizer,
     take_token_ids,
 )
-from scheduler_service.frontend.checking.prompt_builder import PromptBuilder, expand_images, require_images
+from scheduler_service.frontend.checking.prompt_builder import PromptBuilder, expand_images, is_sound, require_layouts
 from scheduler_service.frontend.checking.prompt_parts import check_combinations
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.rendering.chat_input import ChatInput, Content, RawMessage
@@ -25,7 +25,7 @@ MESSAGES_AT_ONCE = 512
 """Largest number of chat messages that are read in one turn of the event loop."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 NamedImage = tuple[str, bytes]
-"""An image's name in errors, and its file."""
+"""The name of an image or a sound in errors, and its file."""
 
 
 class ChatPrompt(NamedTuple):
@@ -51,9 +51,10 @@ async def encode_chat(
     check_characters_of_context("chat", num_characters, model, tokenizer)
     layouts = None
     if images:
-        layouts = require_images(images[0][0], model)
+        for name, _ in images:
+            layouts = require_layouts(name, model)
         if isinstance(message, pb.GenerateRequest):
-            check_combinations(message, "images")
+            check_combinations(message, "sounds" if is_sound(images[0][0]) else "images")
     begins_answer = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
     given = ChatInput(
         messages,
@@ -64,6 +65,7 @@ async def encode_chat(
         continues=chat.continue_final_message,
         parses_special_tokens=message.parse_special_tokens,
         placeholder=tokenizer.token(layouts.placeholder_id) if layouts is not None else "",
+        item_type="audio" if images and is_sound(images[0][0]) else "image",
     )
     try:
         token_ids, end = await tokenizer.encode_chat(given, most=most, aside=aside)
@@ -77,8 +79,11 @@ async def encode_chat(
 
 
 def has_images(message: pb.GenerateRequest) -> bool:
-    """Whether a request's prompt contains an image."""
-    return any(part.HasField("image") for part in (*message.parts.parts, *content_parts(message.chat)))
+    """Whether a request's prompt contains an image or a sound."""
+    return any(
+        part.HasField("image") or part.HasField("sound")
+        for part in (*message.parts.parts, *content_parts(message.chat))
+    )
 
 
 def content_parts(chat: pb.Chat) -> Iterator[pb.ContentPart]:
@@ -133,8 +138,11 @@ def _read_parts(place: str, message: pb.ChatMessage, images: list[NamedImage]) -
             case "image":
                 images.append((f"{place}.parts[{number}].image", part.image.data))
                 yield None
+            case "sound":
+                images.append((f"{place}.parts[{number}].sound", part.sound.data))
+                yield None
             case _:
-                invalid(f"{place}.parts[{number}] is empty; set one of text or image")
+                invalid(f"{place}.parts[{number}] is empty; set one of text, image or sound")
 
 
 def _num_characters(content: Content) -> int:

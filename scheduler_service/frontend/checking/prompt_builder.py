@@ -10,9 +10,11 @@ import numpy as np
 from pagewire_common.calls.errors import RequestError
 from pagewire_common.images.head import MAX_BYTES, MAX_IMAGES, MAX_PIXELS_TOGETHER
 from pagewire_common.images.layout import ImageLayouts
+from pagewire_common.sounds.families import MAX_SAMPLES, MAX_SOUNDS, SAMPLE_RATE
 from scheduler_service.core import ImagePart, PromptItem
 from scheduler_service.core.groups.prompt_item import PLACEHOLDER
 from scheduler_service.frontend.checking.checks import check_context, check_token_ids, invalid, take_token_ids
+from scheduler_service.frontend.checking.sound_samples import read_samples
 from scheduler_service.frontend.model import ServedModel
 
 
@@ -24,6 +26,7 @@ class PromptBuilder:
         self.items: list[PromptItem] = []
         self._model, self._name = model, name
         self._num_images = self._num_image_bytes = self._num_pixels = 0
+        self._num_sounds = self._num_sound_bytes = self._num_samples = 0
 
     def add_tokens(self, name: str, token_ids: "array[int]") -> None:
         check_token_ids(name, token_ids, self._model)
@@ -51,8 +54,27 @@ class PromptBuilder:
             invalid(
                 f"the images up to {name} have {self._num_pixels} pixels; at most {MAX_PIXELS_TOGETHER} are allowed"
             )
+        self._add(name, layouts, checked.digest, checked.width, checked.height, data)
+
+    async def add_sound(self, name: str, data: bytes) -> None:
+        """`data`: a sound file. Raises RequestError, with the sound's name in errors about it."""
+        layouts = require_sounds(name, self._model)
+        self._num_sounds += 1
+        self._num_sound_bytes += len(data)
+        if self._num_sounds > MAX_SOUNDS:
+            invalid(f"{name} is one sound too many; at most {MAX_SOUNDS} are allowed")
+        if self._num_sound_bytes > MAX_BYTES:
+            invalid(f"the sounds up to {name} have {self._num_sound_bytes} bytes; at most {MAX_BYTES} are allowed")
+        digest, num_samples, samples = await read_samples(name, data)
+        self._num_samples += num_samples
+        if self._num_samples > MAX_SAMPLES:
+            seconds, most = self._num_samples / SAMPLE_RATE, MAX_SAMPLES / SAMPLE_RATE
+            invalid(f"the sounds up to {name} take {seconds:.1f} s; at most {most:g} s are allowed")
+        self._add(name, layouts, digest, num_samples, 1, samples)
+
+    def _add(self, name: str, layouts: ImageLayouts, digest: bytes, width: int, height: int, data: bytes) -> None:
         try:
-            layout = layouts.of(checked.width, checked.height)
+            layout = layouts.of(width, height)
         except ValueError as error:
             invalid(f"{name} {error}")
         most = self._model.encoder_cache_size
@@ -61,9 +83,9 @@ class PromptBuilder:
         start = len(self.token_ids)
         self.add_tokens(name, array("I", layout.token_ids))
         for number, part in enumerate(layout.parts):
-            image = ImagePart(checked.width, checked.height, number)
+            image = ImagePart(width, height, number)
             size = part.stop - part.start
-            self.items.append(PromptItem(checked.digest, start + part.start, size, len(data), data, image))
+            self.items.append(PromptItem(digest, start + part.start, size, len(data), data, image))
 
 
 async def expand_images(
@@ -71,22 +93,43 @@ async def expand_images(
 ) -> PromptBuilder:
     """Replace the placeholders in a chat's tokens by the tokens of its images.
 
-    `images`: names for errors, and files. Raises RequestError, also if the numbers of placeholders and images differ.
+    `images`: names for errors, and files: all images, or all sounds. Raises RequestError, also if their number is not
+    that of the placeholders.
     """
-    layouts = require_images(images[0][0], model) if images else None
+    layouts = require_layouts(images[0][0], model) if images else None
     rendered = await take_token_ids(token_ids)
     built = PromptBuilder(model, "chat")
     places = np.flatnonzero(np.asarray(rendered) == layouts.placeholder_id).tolist() if layouts is not None else []
     if len(places) != len(images):
+        kind = "sounds" if is_sound(images[0][0]) else "images"
         invalid(
-            f"chat has {len(images)} images, and {len(places)} placeholders of images after it was rendered with the "
+            f"chat has {len(images)} {kind}, and {len(places)} placeholders of {kind} after it was rendered with the "
             "model's chat template; the numbers must be equal"
         )
     built.add_tokens("chat", rendered[: places[0]] if places else rendered)
     for (name, data), (place, following) in zip(images, pairwise([*places, len(rendered)]), strict=True):
-        await built.add_image(name, data)
+        await (built.add_sound if is_sound(name) else built.add_image)(name, data)
         built.add_tokens("chat", rendered[place + 1 : following])
     return built
+
+
+def is_sound(name: str) -> bool:
+    """Whether a name such as "chat.messages[0].parts[1].sound" is of a sound."""
+    return name.endswith(".sound")
+
+
+def require_layouts(name: str, model: ServedModel) -> ImageLayouts:
+    """See `require_images`, also for sounds."""
+    return (require_sounds if is_sound(name) else require_images)(name, model)
+
+
+def require_sounds(name: str, model: ServedModel) -> ImageLayouts:
+    """How the model reads sounds in prompts. Raises UNIMPLEMENTED if it reads none."""
+    if model.sounds is not None and model.encoder_cache_size:
+        return model.sounds
+    reason = model.sounds_refusal if model.sounds is None else "its workers encode no sounds"
+    refusal = f"{name}: this model reads no sounds in prompts" + (f": {reason}" if reason else "")
+    raise RequestError(grpc.StatusCode.UNIMPLEMENTED, refusal)
 
 
 def require_images(name: str, model: ServedModel) -> ImageLayouts:

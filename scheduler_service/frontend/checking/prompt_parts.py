@@ -65,8 +65,10 @@ async def encode_parts(message: pb.GenerateRequest, model: ServedModel) -> Promp
                 built.add_item(digest, num_embeddings, data)
             case "image":
                 await built.add_image(f"parts[{number}].image", part.image.data)
+            case "sound":
+                await built.add_sound(f"parts[{number}].sound", part.sound.data)
             case _:
-                invalid(f"parts[{number}] is empty; set one of text, token_ids, prompt_embeds or image")
+                invalid(f"parts[{number}] is empty; set one of text, token_ids, prompt_embeds, image or sound")
     return built
 
 

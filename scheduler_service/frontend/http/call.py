@@ -59,12 +59,13 @@ class Call:
     ) -> AnyFields:
         """Read and validate the JSON body. The body's memory stays reserved until the call ends. Raises HttpError.
 
-        `takes_embeds`, `takes_images`: the body may also have prompt_embeds or images in base64, if the model reads
-        them. Parsing them takes up to 8 ms.
+        `takes_embeds`, `takes_images`: the body may also have prompt_embeds, or images and sounds in base64, if the
+        model reads them. Parsing them takes up to 8 ms.
         """
         model = self.service.link.loading.model
         is_long = model is not None and (
-            (takes_embeds and model.prompt_embeds_size > 0) or (takes_images and model.reads_images)
+            (takes_embeds and model.prompt_embeds_size > 0)
+            or (takes_images and (model.reads_images or model.reads_sounds))
         )
         body = await self._read(self.most_bytes + (MAX_ITEM_BYTES * 4 // 3 if is_long else 0))
         self.num_body_bytes = len(body)
@@ -111,7 +112,9 @@ class Call:
 
     def images(self, model: ServedModel) -> ImageReader:
         held, num_bytes = self.held, self.num_body_bytes
-        return ImageReader(model.reads_images, model.reads, self.service.media, held, num_bytes, self.most_bytes)
+        return ImageReader(
+            model.reads_images, model.reads, self.service.media, held, num_bytes, self.most_bytes, model.reads_sounds
+        )
 
     async def model(self) -> ServedModel:
         """The served model. Raises RequestError."""

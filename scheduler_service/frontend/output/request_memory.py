@@ -6,6 +6,7 @@ output, the request with the most is ended.
 """
 
 from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_common.sounds.families import MAX_SAMPLES, SAMPLE_BYTES, WINDOW
 
 REQUEST_BYTES = 32 << 10
 """Bytes of a call's asyncio task, stream and `SequenceGroup`, without the parts below."""
@@ -32,8 +33,8 @@ SOUND_BYTES = 16 << 20
 of the features (1 to 1.5 MB each).
 """
 ITEM_COPIES = 3
-"""Copies of prompt_embeds and images besides the received and the parsed message: of the front end, on the way to the
-engine, and of the engine, which sends them to workers."""
+"""Copies of prompt_embeds, images and samples of sounds besides the received and the parsed message: of the front end,
+on the way to the engine, and of the engine, which sends them to workers."""
 STRING_BYTES = 50
 """Bytes of a token's text as a separate string."""
 
@@ -44,14 +45,16 @@ def request_bytes(message: pb.GenerateRequest, num_bytes: int = 0) -> int:
     num_numbers = len(message.token_ids.ids) + len(sampling.allowed_token_ids) + 8 * len(sampling.logit_bias)
     num_numbers += len(message.encoder_token_ids.ids)
     num_numbers += sum(len(output.token_ids) for output in message.resume.outputs)
-    num_characters, num_item_bytes = _chat_size(message.chat)
+    num_characters, num_item_bytes, num_sounds = _chat_size(message.chat)
     num_characters += len(message.text) + len(message.encoder_text)
     num_characters += sum(map(len, sampling.bad_words)) + sum(map(len, sampling.choice.options))
     num_characters += len(sampling.json_schema) + len(sampling.regex) + len(sampling.grammar)
     for part in message.parts.parts:
         num_numbers += len(part.token_ids.ids)
         num_characters += len(part.text)
-        num_item_bytes += len(part.prompt_embeds) + len(part.image.data)
+        num_item_bytes += len(part.prompt_embeds) + len(part.image.data) + len(part.sound.data)
+        num_sounds += part.HasField("sound")
+    num_item_bytes += SAMPLE_BYTES * min(WINDOW * num_sounds, MAX_SAMPLES)
     num_outputs = max(1, sampling.n, sampling.best_of, sampling.beam_width)
     return (
         REQUEST_BYTES
@@ -63,15 +66,17 @@ def request_bytes(message: pb.GenerateRequest, num_bytes: int = 0) -> int:
     )
 
 
-def _chat_size(chat: pb.Chat) -> tuple[int, int]:
-    """Characters, and bytes of images. One pass, because 4,096 messages take milliseconds."""
+def _chat_size(chat: pb.Chat) -> tuple[int, int, int]:
+    """Characters, bytes of images and sounds, and number of sounds, in one pass: 4,096 messages take milliseconds."""
     num_characters, num_image_bytes = len(chat.tools) + len(chat.documents) + len(chat.template_arguments), 0
+    num_sounds = 0
     for message in chat.messages:
         num_characters += len(message.content) + len(message.fields)
         for part in message.parts:
             num_characters += len(part.text)
-            num_image_bytes += len(part.image.data)
-    return num_characters, num_image_bytes
+            num_image_bytes += len(part.image.data) + len(part.sound.data)
+            num_sounds += part.HasField("sound")
+    return num_characters, num_image_bytes, num_sounds
 
 
 def sound_bytes(sound: pb.Sound, num_bytes: int = 0) -> int:

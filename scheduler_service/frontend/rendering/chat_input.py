@@ -10,10 +10,10 @@ END_CHARACTERS = 2000
 """Number of characters at the end of a rendered chat that are kept as text, for example to find an open `<think>`."""
 
 Content = str | tuple[str | None, ...]
-"""A text, or parts: texts, and None for an image."""
+"""A text, or parts: texts, and None for an image or a sound."""
 RawMessage = tuple[str, Content, str]
 """A message's role, content and further fields; the fields are a JSON text, or empty."""
-RawChat = tuple[tuple[RawMessage, ...], str, str, str, bool, bool, bool, str]
+RawChat = tuple[tuple[RawMessage, ...], str, str, str, bool, bool, bool, str, str]
 """The attributes of a `ChatInput`, in their order, as `marshal` can write them."""
 
 
@@ -24,7 +24,8 @@ class ChatInput:
     `tools`, `documents`, `template_arguments`: JSON texts, or empty.
     `continues`: the rendered text ends with the content of the last message.
     `parses_special_tokens`: special tokens that are spelled out in the chat count as special tokens.
-    `placeholder`: the text of an image in a content, for chat templates that read only texts.
+    `item_type`: the type of contents that are not text, "image" or "audio".
+    `placeholder`: the text of an image or a sound in a content, for chat templates that read only texts.
     """
 
     messages: Sequence[RawMessage]
@@ -35,6 +36,7 @@ class ChatInput:
     continues: bool = False
     parses_special_tokens: bool = False
     placeholder: str = ""
+    item_type: str = "image"
 
     def raw(self) -> RawChat:
         return (
@@ -46,6 +48,7 @@ class ChatInput:
             self.continues,
             self.parses_special_tokens,
             self.placeholder,
+            self.item_type,
         )
 
 

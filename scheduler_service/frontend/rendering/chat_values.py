@@ -22,9 +22,9 @@ _PROBE = "\N{EM SPACE}"
 
 def read_chat(chat: RawChat, template: ChatTemplate, marks: ChatMarks) -> dict[str, Any]:
     """The variables of the chat template. Raises TemplateError and TooManyTokensError."""
-    raw_messages, tools, documents, arguments, adds_generation_prompt, continues, parses, placeholder = chat
+    raw_messages, tools, documents, arguments, adds_generation_prompt, continues, parses, placeholder, item_type = chat
     values = Values(str if parses else marks.hide)
-    contents = ContentReader(content_forms(template), marks, placeholder, parses_special_tokens=parses)
+    contents = ContentReader(content_forms(template), marks, placeholder, item_type, parses_special_tokens=parses)
     messages = []
     for position, (role, content, fields) in enumerate(raw_messages):
         message = {"role": role, "content": contents.read(f"chat.messages[{position}]", content)}

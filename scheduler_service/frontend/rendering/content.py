@@ -31,13 +31,16 @@ def content_forms(template: ChatTemplate) -> ContentForms:
 
 
 class ContentReader:
-    """Converts contents. `hide` replaces special tokens in a text by marks. `placeholder`: an image in a text.
+    """Converts contents. `hide` replaces special tokens in a text by marks. For the others, see `ChatInput`.
 
     `parses_special_tokens`: special tokens that texts spell count as such.
     """
 
-    def __init__(self, forms: ContentForms, marks: ChatMarks, placeholder: str, *, parses_special_tokens: bool) -> None:
-        self._forms, self._marks, self._placeholder = forms, marks, placeholder
+    def __init__(
+        self, forms: ContentForms, marks: ChatMarks, placeholder: str, item_type: str, *, parses_special_tokens: bool
+    ) -> None:
+        self._forms, self._marks = forms, marks
+        self._placeholder, self._item_type = placeholder, item_type
         self._hide: Callable[[str], str] = str if parses_special_tokens else marks.hide
         self._checks = not parses_special_tokens
 
@@ -50,7 +53,7 @@ class ContentReader:
         if self._checks:
             self._check_borders(place, [part for part in parts if part is not None])
         if self._forms.reads_lists:
-            return [{"type": "image"} if part is None else _text(part) for part in parts]
+            return [{"type": self._item_type} if part is None else _text(part) for part in parts]
         return "\n".join(self._placeholder if part is None else part for part in parts)
 
     def _check_borders(self, place: str, texts: Sequence[str]) -> None:

@@ -60,7 +60,7 @@ def answer(template: ChatTemplate, special: SpecialTokens, message: bytes) -> by
 
 def _render(chat: RawChat, template: ChatTemplate, marks: ChatMarks, most: int) -> bytes:
     """Render a chat with marks. The result is empty if the marks are ambiguous."""
-    *_, continues, _, _ = chat
+    *_, continues, _, _, _ = chat
     values = read_chat(chat, template, marks)
     is_marked = marks.num_found > 0
     if marks.clashes and (is_marked or continues):

@@ -9,6 +9,7 @@ import torch
 
 from pagewire_common.images.families import read_image_layouts
 from pagewire_common.images.layout import ImageLayouts
+from pagewire_common.sounds.families import has_sounds, read_sound_layouts
 from pagewire_common.start_error import StartError
 from worker_service.execution.images.image_encoder import ImageEncoder
 from worker_service.execution.images.processing import ImageProcessing
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     # These imports load transformers, which takes two seconds.
     from worker_service.models.images.config import ImageConfig
     from worker_service.models.images.tower import ImageTower
+    from worker_service.models.sounds.network import SoundConfig, SoundTower
 
 log = structlog.get_logger()
 
@@ -29,7 +31,7 @@ class ImageNetwork:
 
     checkpoint: Checkpoint
     layouts: ImageLayouts
-    config: "ImageConfig"
+    config: "ImageConfig | SoundConfig"
     dtype: torch.dtype
 
     @classmethod
@@ -42,36 +44,51 @@ class ImageNetwork:
             return None
         try:
             if device.type != "cpu":
-                raise ValueError("images are read on CPUs only: set --device cpu")
-            layouts = read_image_layouts({file.name: file for file in files})
+                raise ValueError("images and sounds are read on CPUs only: set --device cpu")
+            by_name = {file.name: file for file in files}
+            layouts = read_sound_layouts(by_name) if has_sounds(checkpoint.config) else read_image_layouts(by_name)
             if layouts is None:
                 return None
+            if has_sounds(checkpoint.config):
+                from worker_service.models.sounds.network import SoundConfig
+
+                return cls(checkpoint, layouts, SoundConfig.from_json(checkpoint.config), dtype)
             from worker_service.models.images.config import ImageConfig
 
             return cls(checkpoint, layouts, ImageConfig.from_json(checkpoint.config), dtype)
         except ValueError as error:
-            log.warning("prompts cannot contain images", reason=str(error))
+            log.warning("prompts cannot contain images or sounds", reason=str(error))
             return None
 
-    def build(self, device: torch.device) -> "ImageTower":
+    def build(self, device: torch.device) -> "ImageTower | SoundTower":
         """Allocate the weights unfilled. Raises StartError."""
+        from worker_service.models.images.config import ImageConfig
         from worker_service.models.images.tower import ImageTower
+        from worker_service.models.sounds.network import SoundTower
 
         try:
-            return ImageTower(self.config, self.dtype, device)
+            if isinstance(self.config, ImageConfig):
+                return ImageTower(self.config, self.dtype, device)
+            return SoundTower(self.config, self.dtype, device)
         # For impossible values in config.json, transformers may raise errors of any type.
         except (ValueError, TypeError, RuntimeError, ArithmeticError, AttributeError, KeyError, IndexError) as error:
             file = self.checkpoint.path / "config.json"
-            raise StartError(f"{file} describes no network for images: {type(error).__name__}: {error}") from error
+            raise StartError(
+                f"{file} describes no network for images or sounds: {type(error).__name__}: {error}"
+            ) from error
 
     def load(self, device: torch.device) -> ImageEncoder:
         """Load the weights. Raises StartError, and torch's errors if memory runs out."""
+        from worker_service.models.images.config import ImageConfig
         from worker_service.models.images.pixels import PixelReader
+        from worker_service.models.sounds.network import SoundReader
 
-        tower, reader = self.build(device), PixelReader(self.checkpoint.path, self.config)
+        tower, folder = self.build(device), self.checkpoint.path
+        config = self.config
+        read = PixelReader(folder, config).read if isinstance(config, ImageConfig) else SoundReader(folder).read
         self.checkpoint.load_into(tower.checkpoint_tensors())
         tower.pack()
-        return ImageEncoder(tower, ImageProcessing(reader.read), self.layouts.image_token_id)
+        return ImageEncoder(tower, ImageProcessing(read), self.layouts.image_token_id)
 
     def cache_bytes(self, num_tokens: int, hidden_size: int) -> int:
         """Bytes of the embeddings of so many tokens."""

@@ -29,6 +29,7 @@ _OF_LLAVA = frozenset({"image_seq_length", "image_token_id", "image_token_index"
                        "vision_feature_select_strategy"})  # fmt: skip
 _OF_IDEFICS = frozenset({"_pad_token_id", "image_token_id", "scale_factor", "vision_config"})
 _OF_LLAMA4 = frozenset({"boi_token_index", "eoi_token_index", "image_token_index", "vision_config"})
+_OF_AUDIO = frozenset({"audio_config", "audio_token_id", "audio_token_index", "ignore_index"})
 _FAMILIES = {
     "idefics3": _Whole("Idefics3", "llama", _OF_IDEFICS, takes_others=True),
     "internvl": _Whole("InternVL", "qwen2", _OF_LLAVA | {"downsample_ratio"}, takes_others=True, ties=True),
@@ -36,6 +37,7 @@ _FAMILIES = {
     "llava": _Whole("Llava", "llama", _OF_LLAVA, takes_others=True),
     "mistral3": _Whole("Mistral3", "mistral", _OF_LLAVA | {"spatial_merge_size"}, takes_others=True, ties=True),
     "qwen2_5_vl": _Whole("Qwen2_5_VL", "qwen2_5_vl_text", _OF_QWEN),
+    "qwen2_audio": _Whole("Qwen2Audio", "qwen2", _OF_AUDIO),
     "qwen2_vl": _Whole("Qwen2VL", "qwen2_vl_text", _OF_QWEN),
     "qwen3_5": _Whole("Qwen3_5", "qwen3_5_text", _OF_QWEN),
     "qwen3_5_moe": _Whole("Qwen3_5Moe", "qwen3_5_moe_text", _OF_QWEN),
@@ -53,6 +55,10 @@ _DEFAULTS: Mapping[str, Mapping[str, object]] = {
         "hidden_size": 4096, "intermediate_size": 11_008, "max_position_embeddings": 2048, "num_attention_heads": 32,
         "num_hidden_layers": 32, "vocab_size": 32_000,
     },
+    "qwen2": {
+        "hidden_size": 4096, "intermediate_size": 22_016, "max_position_embeddings": 32_768, "num_attention_heads": 32,
+        "num_hidden_layers": 32, "num_key_value_heads": 32, "vocab_size": 151_936,
+    },
     "mistral": {
         "hidden_size": 4096, "intermediate_size": 14_336, "max_position_embeddings": 131_072,
         "num_attention_heads": 32, "num_hidden_layers": 32, "vocab_size": 32_000,
@@ -60,13 +66,13 @@ _DEFAULTS: Mapping[str, Mapping[str, object]] = {
 }  # fmt: skip
 """Sizes that published files leave out, because they are transformers' defaults."""
 TENSORS_OF_IMAGES = (
-    r"^(model\.)?(connector|image_newline|multi_modal_projector|vision_model|vision_tower|visual)(\.|$)",
+    r"^(model\.)?(audio_tower|connector|image_newline|multi_modal_projector|vision_model|vision_tower|visual)(\.|$)",
 )
 """Patterns for names of tensors of the part for images."""
 
 
 def has_images(json: Mapping[str, Any]) -> bool:
-    """Whether a config.json describes a network for images and texts whose text network is native."""
+    """Whether a config.json describes a network for images or sounds, and texts, whose text network is native."""
     return text_part(json) is not json
 
 

@@ -1,4 +1,4 @@
-"""Reads the images of a JSON body: base64, data: URLs, and URLs that `Media` fetches."""
+"""Reads the images and sounds of a JSON body: base64, data: URLs, and URLs that `Media` fetches."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,14 +16,22 @@ from scheduler_service.frontend.http.limits import Held, Room
 TYPES = ("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif")
 """Media types of images. The format is found in the content itself."""
 _DATA = "data:"
+_BEGINNINGS = {
+    "mp3": (b"ID3", *(bytes((0xFF, 0xE0 | rest)) for rest in range(32))),
+    "wav": (b"RIFF", b"RIFX", b"RF64"),
+}
+SOUND_FORMATS = tuple(sorted(_BEGINNINGS))
+"""Formats of sounds in chats of OpenAI's API."""
 
 
 class ImageSource(NamedTuple):
-    """An image of a body. `place`: its name in errors. `data`: base64; None for an image at `url`."""
+    """An image of a body, or a sound. `place`: its name in errors. `data`: base64; None for an image at `url`.
+    `format`: the format that is stated for a sound."""
 
     place: str
     url: str = ""
     data: str | None = None
+    format: str = ""
 
 
 ContentPart = str | ImageSource
@@ -66,21 +74,27 @@ class ImageReader:
     held: Held = field(default_factory=lambda: Held(Room()))
     num_body_bytes: int = 0
     most_body_bytes: int = 0
+    hears: bool = False
+    """Whether the model reads sounds."""
     _num_fetched: int = 0
+
+    @property
+    def _kind(self) -> str:
+        return "sounds" if self.hears else "images"
 
     def check_rest(self, sources: Sequence[ImageSource]) -> None:
         """Refuse a body that is large without its images. Raises HttpError."""
         num_bytes = self.num_body_bytes - sum(len(source.url) + len(source.data or "") for source in sources)
         if num_bytes > self.most_body_bytes:
-            raise too_large(num_bytes, self.most_body_bytes, "without its images")
+            raise too_large(num_bytes, self.most_body_bytes, f"without its {self._kind}")
 
     async def read(self, sources: Sequence[ImageSource]) -> list[pb.Image]:
         """Raises HttpError and RequestError."""
-        check_length("images", len(sources), MAX_IMAGES)
+        check_length(self._kind, len(sources), MAX_IMAGES)
         return await run_together(map(self._read, sources))
 
     async def _read(self, source: ImageSource) -> pb.Image:
-        place, url, data = source
+        place, url, data, stated = source
         if data is None and url[: len(_DATA)].lower() != _DATA:
             try:
                 return pb.Image(data=await self.media.fetch(url, self._take, self.held.client))
@@ -92,7 +106,10 @@ class ImageReader:
             head, _, data = url.partition(",")
             _check_head(place, head[len(_DATA) :])
         self.held.take(3 * len(data))  # as text, decoded, and in a request
-        return pb.Image(data=await decode_base64(place, data))
+        decoded = await decode_base64(place, data)
+        if stated and not decoded.startswith(_BEGINNINGS[stated]):
+            raise _refused(place, f"does not begin as a file of the format {stated}")
+        return pb.Image(data=decoded)
 
     def _take(self, num_bytes: int) -> None:
         """Count a piece of a fetched image."""

@@ -22,7 +22,13 @@ from scheduler_service.frontend.http.chats.json_values import (
     shown_key,
 )
 from scheduler_service.frontend.http.errors import image_places
-from scheduler_service.frontend.http.images.image_reader import ContentPart, ImageReader, ImageSource, joined_parts
+from scheduler_service.frontend.http.images.image_reader import (
+    SOUND_FORMATS,
+    ContentPart,
+    ImageReader,
+    ImageSource,
+    joined_parts,
+)
 
 MESSAGES_AT_ONCE = 64
 """Largest number of messages that are converted in one turn of the event loop. Converting a message takes 10 µs."""
@@ -74,6 +80,10 @@ async def read_history(
                 source, image = next(found)
                 part.image.CopyFrom(image)
                 places[f"chat.messages[{position}].parts[{number}].image"] = source.place
+            elif part.HasField("sound"):
+                source, sound = next(found)
+                part.sound.data = sound.data
+                places[f"chat.messages[{position}].parts[{number}].sound"] = source.place
     image_places.set(places)
     return chat
 
@@ -86,7 +96,12 @@ def _write(message: _Message, chat: pb.Chat) -> None:
         written.content = "".join(map(str, parts))
         return
     for part in parts:
-        written.parts.add(**({"text": part} if isinstance(part, str) else {"image": pb.Image()}))
+        if isinstance(part, str):
+            written.parts.add(text=part)
+        elif part.format:
+            written.parts.add(sound=pb.Sound())
+        else:
+            written.parts.add(image=pb.Image())
 
 
 def _read(message: Any, template_names: Callable[[str], bool], place: str, images: ImageReader) -> _Message:
@@ -114,7 +129,7 @@ def _read(message: Any, template_names: Callable[[str], bool], place: str, image
         elif name == "function_call":
             invalid(f"{where} is the old form of tool calls; use tool_calls")
         elif name == "audio":
-            invalid(f"{where} is set, and this model hears no sounds")
+            invalid(f"{where} is set, and sounds of the assistant are not read here")
         elif name not in _DROPPED:
             if not template_names(name):
                 invalid(f"{where} is no field of messages, and the model's chat template does not read it")
@@ -137,8 +152,12 @@ def _parts(place: str, content: Any, images: ImageReader) -> Iterator[ContentPar
         if kind == "image_url" and images.is_possible:
             yield _image(where, part)
             continue
+        if kind == "input_audio" and images.hears:
+            yield _sound(where, part)
+            continue
         if not isinstance(kind, str) or kind not in _TEXT_PARTS:
-            known = "text, image_url or refusal" if images.is_possible else "text or refusal"
+            of_items = "image_url" * images.is_possible or "input_audio" * images.hears
+            known = f"text, {of_items} or refusal" if of_items else "text or refusal"
             invalid(f"{where}.type is {shown(kind)}, and this model reads {images.reads}; it must be {known}")
         check_keys(where, part, ("type", _TEXT_PARTS[kind], *_DROPPED))
         yield read_text(f"{where}.{_TEXT_PARTS[kind]}", part.get(_TEXT_PARTS[kind]))
@@ -150,6 +169,17 @@ def _image(place: str, part: dict[str, Any]) -> ImageSource:
     check_keys(f"{place}.image_url", given, ("url", "detail"))
     check_detail(f"{place}.image_url.detail", given.get("detail"))
     return ImageSource(f"{place}.image_url.url", url=read_text(f"{place}.image_url.url", given.get("url")))
+
+
+def _sound(place: str, part: dict[str, Any]) -> ImageSource:
+    check_keys(place, part, ("type", "input_audio"))
+    given = read_object(f"{place}.input_audio", part.get("input_audio"))
+    check_keys(f"{place}.input_audio", given, ("data", "format"))
+    stated = given.get("format")
+    if stated not in SOUND_FORMATS:
+        invalid(f"{place}.input_audio.format is {shown(stated)}; it must be {' or '.join(SOUND_FORMATS)}")
+    data = read_text(f"{place}.input_audio.data", given.get("data"))
+    return ImageSource(f"{place}.input_audio.data", data=data, format=stated)
 
 
 def check_detail(place: str, detail: Any) -> None:

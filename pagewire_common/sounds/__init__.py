@@ -1,0 +1,1 @@
+"""How models read the sounds of prompts."""
