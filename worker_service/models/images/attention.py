@@ -47,7 +47,7 @@ def _attend(
         return attended, None
     number, head_dim = query.shape[2:]
     ops, blocks = ops_for(query.device), -(-number // _BLOCK)
-    cache = query.new_empty(blocks, 2, _BLOCK, key.shape[1], head_dim)
+    cache = query.new_zeros(blocks, 2, _BLOCK, key.shape[1], head_dim)
     rows = [part[0].transpose(0, 1).contiguous() for part in (query, key, value)]
     ops.store_kv(rows[1], rows[2], cache, torch.arange(number))
     metadata = AttentionMetadata.build([number], [number], torch.arange(blocks)[None], query.device)
