@@ -130,11 +130,15 @@ async def test_a_lost_worker_is_told_in_words_and_its_requests_are_followed(byte
         await until(lambda: worker.num_steps == 3)
         async with opened(session) as page:
             await page.until(lambda state: state["requests"])
-            worker.spoil = lambda answer: b"no message"
+
+            def spoil_once(answer: object) -> object:
+                worker.spoil = lambda answer: answer
+                return b"no message"
+
+            worker.spoil = spoil_once
             worker.runs.set()
             while "losses" not in page.state["totals"] or not page.state["totals"]["losses"]:
                 await page.read()
-            worker.spoil = lambda answer: answer
             await page.until(lambda state: not state["requests"])
             events = [event for frame in page.frames for event in frame.get("events", ())]
             kinds = [event["kind"] for event in events]
