@@ -71,9 +71,10 @@ class SoundOracle:
         self._extractor = WhisperFeatureExtractor.from_pretrained(path)
 
     def num_tokens(self, sound: SAMPLES) -> int:
-        """As in transformers' processor."""
-        frames = int(self._features([sound])["feature_attention_mask"].sum())
-        return ((frames - 1) // 2 + 1 - 2) // 2 + 1
+        """The number that transformers' network keeps of its feature extractor's frames."""
+        tower = self._network.model.audio_tower
+        frames = self._features([sound])["feature_attention_mask"].sum(-1)
+        return int(tower._get_feat_extract_output_lengths(frames)[1])
 
     @torch.no_grad()
     def greedy(self, prompt: Prompt, count: int) -> list[int]:

@@ -29,7 +29,7 @@ _IGNORED = ("chat_template", "tokenizer", "audio_token", "audio_bos_token", "aud
 
 
 def has_sounds(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json describes a network that reads sounds in prompts beside a decoder."""
+    """Whether a model with this config.json has a decoder whose prompts may contain sounds."""
     return config.get("model_type") == _FAMILY
 
 

@@ -126,7 +126,7 @@ class SchedulerConfig:
     encoder_budget: int = 0
     """Tokens of images that a step encodes. A single image may exceed this number."""
     prepares_images: bool = False
-    """Whether the worker prepares images in the background, and reports them."""
+    """True if the worker encodes images in the background, and reports each of them."""
     max_step_bytes: int = 8 << 20
     """Bytes that describe new sequences in a step (see planning/step.py). A prompt of 131,072 tokens counts as 0.7 MB;
     the default takes about 15 ms to encode."""

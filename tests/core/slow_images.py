@@ -47,7 +47,7 @@ class SlowImages:
         return {image.name: image.num_tokens for image in begun + self.planned()}
 
     def fits(self, group: "SlowGroup", start: int, stop: int, is_first: bool) -> bool:
-        """Whether the step can compute these tokens, too, without a wait for an image."""
+        """True if the step has room for these tokens, and need not wait for an image."""
         images = self.touched(group, start, stop)
         if self.scheduler.config.prepares_images and not self.waits:
             known = {*self.kept, *self.used(), *self.prepared}

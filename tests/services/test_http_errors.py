@@ -9,10 +9,12 @@ import io
 import json
 import signal
 from collections.abc import Iterator
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import grpc
 import pytest
 from cluster import halted
 from http_requests import CHAT, MODEL
@@ -20,6 +22,8 @@ from tiny_adapters import write_three
 
 from pagewire_client import LocalServer
 from pagewire_client.admin import Admin
+from pagewire_common.calls.errors import RequestError
+from scheduler_service.frontend.http.errors import HttpError, image_places, refused_by
 
 KEYS: dict[str, dict[str, Any]] = {
     "all": {"admin": True},
@@ -186,3 +190,15 @@ async def test_without_a_worker_it_is_503(url: str, server: LocalServer, stream:
         for path, expected in (("/health", 200), ("/readiness", 503)):
             async with session.get(url + path) as answer:
                 assert answer.status == expected
+
+
+@pytest.mark.parametrize("kind", ["image", "sound"])
+def test_an_error_about_an_item_of_a_chat_names_it_as_the_body_does(kind: str) -> None:
+    name, place = f"chat.messages[0].parts[1].{kind}", "messages[3].content[2].data"
+
+    def refused() -> HttpError:
+        image_places.set({name: place})
+        return refused_by(RequestError(grpc.StatusCode.INVALID_ARGUMENT, f"{name} is too long"))
+
+    error = copy_context().run(refused)
+    assert (str(error), error.body["error"]["param"]) == (f"{place} is too long", "messages")

@@ -1,4 +1,4 @@
-"""Layouts of sounds equal those of transformers' processor; files that would change them are refused."""
+"""A sound has as many tokens as in transformers. A file with a key that would change this number is refused."""
 
 import json
 from pathlib import Path

@@ -64,9 +64,9 @@ class EncoderCache:
         self._prepared: OrderedDict[EncoderItem, None] = OrderedDict()
         self._prepares = config.prepares_images
         self.waits = False
-        """Whether chunks may have images that are not prepared."""
+        """True if a chunk may contain an image that the worker has not reported as prepared."""
         self.holds_back = False
-        """Whether a chunk ended before an image that is not prepared, since `settle`."""
+        """True if a chunk of this step ended before an image that the worker has not reported."""
 
     # ---- planning
 

@@ -79,7 +79,7 @@ async def encode_chat(
 
 
 def has_images(message: pb.GenerateRequest) -> bool:
-    """Whether a request's prompt contains an image or a sound."""
+    """True if the prompt of the request contains an image or a sound."""
     return any(
         part.HasField("image") or part.HasField("sound")
         for part in (*message.parts.parts, *content_parts(message.chat))

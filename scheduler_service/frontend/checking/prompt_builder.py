@@ -41,7 +41,7 @@ class PromptBuilder:
 
     async def add_image(self, name: str, data: bytes) -> None:
         """`data`: an image file. Raises RequestError, with the image's name in errors about it."""
-        layouts = require_images(name, self._model)
+        layouts = require_layouts(name, self._model)
         self._num_images += 1
         self._num_image_bytes += len(data)
         if self._num_images > MAX_IMAGES:
@@ -58,7 +58,7 @@ class PromptBuilder:
 
     async def add_sound(self, name: str, data: bytes) -> None:
         """`data`: a sound file. Raises RequestError, with the sound's name in errors about it."""
-        layouts = require_sounds(name, self._model)
+        layouts = require_layouts(name, self._model)
         self._num_sounds += 1
         self._num_sound_bytes += len(data)
         if self._num_sounds > MAX_SOUNDS:
@@ -114,28 +114,17 @@ async def expand_images(
 
 
 def is_sound(name: str) -> bool:
-    """Whether a name such as "chat.messages[0].parts[1].sound" is of a sound."""
+    """Whether a sound has this name, such as "chat.messages[0].parts[1].sound"."""
     return name.endswith(".sound")
 
 
 def require_layouts(name: str, model: ServedModel) -> ImageLayouts:
-    """See `require_images`, also for sounds."""
-    return (require_sounds if is_sound(name) else require_images)(name, model)
-
-
-def require_sounds(name: str, model: ServedModel) -> ImageLayouts:
-    """How the model reads sounds in prompts. Raises UNIMPLEMENTED if it reads none."""
-    if model.sounds is not None and model.encoder_cache_size:
-        return model.sounds
-    reason = model.sounds_refusal if model.sounds is None else "its workers encode no sounds"
-    refusal = f"{name}: this model reads no sounds in prompts" + (f": {reason}" if reason else "")
-    raise RequestError(grpc.StatusCode.UNIMPLEMENTED, refusal)
-
-
-def require_images(name: str, model: ServedModel) -> ImageLayouts:
-    """How the model reads images. Raises UNIMPLEMENTED if it reads none."""
-    if model.images is not None and model.encoder_cache_size:
-        return model.images
-    reason = model.images_refusal if model.images is None else "its workers encode no images"
-    refusal = f"{name}: this model reads no images" + (f": {reason}" if reason else "")
+    """How the model reads the image or the sound of this name. Raises UNIMPLEMENTED if it reads none."""
+    kind, where, layouts, reason = "images", "", model.images, model.images_refusal
+    if is_sound(name):
+        kind, where, layouts, reason = "sounds", " in prompts", model.sounds, model.sounds_refusal
+    if layouts is not None and model.encoder_cache_size:
+        return layouts
+    reason = reason if layouts is None else f"its workers encode no {kind}"
+    refusal = f"{name}: this model reads no {kind}{where}" + (f": {reason}" if reason else "")
     raise RequestError(grpc.StatusCode.UNIMPLEMENTED, refusal)

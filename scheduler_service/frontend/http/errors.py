@@ -34,9 +34,9 @@ _NAMES = {status: code.name for code, (status, _) in reversed(_STATUSES.items())
 }
 _NAMED = re.compile(r"(sampling\.|chat\.)(\w+)")
 _PARTS = re.compile(r"^(chat\.messages\[\d+\])\.parts\b")
-_IMAGE = re.compile(r"chat\.messages\[\d+\]\.parts\[\d+\]\.image")
+_IMAGE = re.compile(r"chat\.messages\[\d+\]\.parts\[\d+\]\.(?:image|sound)")
 image_places: ContextVar[Mapping[str, str]] = ContextVar("image_places")
-"""Names of the images in the current request's body, by their names in its chat."""
+"""Names of images and sounds in the current request's body, by their names in its chat."""
 _IN_JSON = {"template_arguments": "chat_template_kwargs"}
 """Fields that JSON bodies call otherwise."""
 RETRY_SECONDS = 1

@@ -1,4 +1,4 @@
-"""A decoder that reads sounds has transformers' tokens, and its published config.json is read."""
+"""A decoder that reads sounds has transformers' tokens. The keys of its config.json are obeyed or refused."""
 
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ PUBLISHED: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_the_published_file_is_read() -> None:
+def test_a_config_of_the_published_size_is_read() -> None:
     config, network = read_config(PUBLISHED), SoundConfig.from_json(PUBLISHED).network
     assert (config.hidden_size, len(config.layers), config.vocabulary_size) == (4096, 32, 156_032)
     assert (network.audio_config.d_model, network.audio_config.encoder_layers) == (1280, 32)

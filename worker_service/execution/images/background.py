@@ -13,7 +13,7 @@ import torch
 Result = TypeVar("Result")
 
 NICENESS = 5
-"""The difference to the niceness of steps. Beside steps that use all cores, Linux gives such a thread a quarter."""
+"""The difference to the niceness of steps. By Linux's table of weights, such a thread gets a quarter of a busy core."""
 
 
 def yield_to_steps() -> None:

@@ -7,6 +7,7 @@ encodes such an image takes the result, or waits for it."""
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from itertools import islice
 from typing import NamedTuple, Protocol
 
@@ -92,7 +93,7 @@ class ImageEncoder:
         for item, image in (needed | dict(islice(ahead.items(), MAX_AHEAD))).items():
             if item not in self._jobs:
                 self.processing.look_ahead([image])
-                self._jobs[item] = self._thread.submit(lambda image=image: self._encode(image))  # type: ignore[misc]
+                self._jobs[item] = self._thread.submit(partial(self._encode, image))
 
     def _stop(self, item: EncoderItem) -> None:
         self._jobs.pop(item).cancel()

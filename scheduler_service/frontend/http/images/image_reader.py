@@ -75,7 +75,7 @@ class ImageReader:
     num_body_bytes: int = 0
     most_body_bytes: int = 0
     hears: bool = False
-    """Whether the model reads sounds."""
+    """True for a model that reads sounds."""
     _num_fetched: int = 0
 
     @property
