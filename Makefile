@@ -117,8 +117,9 @@ operators: setup
 GPU_TESTS := $(wildcard tests/kernels/test_triton_*.py) $(addprefix tests/kernels/test_,attention_by_position.py \
   invariant_products.py shared_parts.py) $(addprefix tests/worker/,execution/test_model_runner.py \
   execution/test_cache_engine.py execution/test_decode_graphs.py execution/test_decode_inputs.py execution/test_logprobs.py \
-  execution/test_running_ahead.py execution/test_sampler.py models/test_architectures.py models/test_llama.py \
-  models/test_mixtures.py loading/test_stacked_experts.py parallel/test_ranks.py)
+  execution/test_running_ahead.py execution/test_sampler.py execution/test_layer_groups.py execution/test_states.py \
+  images/test_image_families.py images/test_image_steps.py images/test_sounds.py models/test_architectures.py \
+  models/test_llama.py models/test_mixtures.py loading/test_stacked_experts.py parallel/test_ranks.py)
 test-gpu:
 	PYTHONPATH="$(CURDIR):$(CURDIR)/protos$(PEER:%=:%/pagewire)" $(PYTHON) -m pytest -c /dev/null --rootdir . -p no:cacheprovider -ra $(GPU_TESTS)
 

@@ -139,8 +139,11 @@ def launches(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
             product = ops.pack(empty(512, 14_336), wide)
             yield "linear", lambda product=product, added=added: product(empty(1, 14_336), added)
     ends = empty(128, dtype=torch.int64)
-    for width, dtype, wide in ((2048, torch.bfloat16, False), (2048, torch.bfloat16, True), (64, torch.float32, False)):
-        x, experts = empty(40, width, dtype=dtype), empty(128, 1536, width, dtype=dtype)
+    half = torch.bfloat16
+    for count, width, dtype, wide in (
+        (40, 2048, half, False), (9000, 2048, half, True), (65_536, 2048, half, False), (40, 64, torch.float32, False)
+    ):  # fmt: skip
+        x, experts = empty(count, width, dtype=dtype), empty(128, 1536, width, dtype=dtype)
         yield "grouped_linear", lambda x=x, experts=experts, wide=wide: ops.grouped_linear(x, experts, ends, wide)
     for count, experts, groups in ((40, 128, 1), (9000, 128, 16), (1, 1, 16), (40, 1, 16), (2000, 1, 16)):
         scales = empty(experts, 1536, groups, dtype=torch.float32)
@@ -194,7 +197,7 @@ def main() -> None:
     run, JITFunction.run = JITFunction.run, compile_only
     for capability, most in SHARED_MEMORY.items():
         triton.runtime.driver.set_active(AbsentDevice(capability))
-        for module in ("attention.paged_attention", "linear.invariant_linear"):
+        for module in ("attention.paged_attention", "linear.grouped_linear", "linear.invariant_linear"):
             import_module(f"kernels.triton.{module}").shared_memory = lambda _, most=most: most
         for name, launch in launches(capability):
             compiled.clear()

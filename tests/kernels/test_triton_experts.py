@@ -20,8 +20,10 @@ COUNTS = [
     [16, 32, 0, 15, 1, 0],
     [1] * 9,
     [0] * 40 + [5] + [0] * 87,
+    [16, 70],
+    [250, 7],
 ]
-"""Rows of each expert: none, one, whole blocks, all with one, more experts than rows."""
+"""Rows of each expert: none, one, whole blocks, all with one, more experts than rows; few, some and many on average."""
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

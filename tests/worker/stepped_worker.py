@@ -88,7 +88,8 @@ def load_runner(
     for pool in (engine.device_blocks, engine.host_blocks):
         make_nan(pool)
     decode_graphs = None
-    if graphs and DEVICE.type == "cuda" and isinstance(config, DecoderConfig):
+    one_table = not isinstance(engine.cache, GroupedCache)
+    if graphs and DEVICE.type == "cuda" and isinstance(config, DecoderConfig) and one_table:
         decode_graphs = DecodeGraphs(
             model,
             engine.device_blocks,

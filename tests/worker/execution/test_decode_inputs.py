@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worker_helpers import tokens
 
+from worker_service.execution.images.axial_positions import axial_positions
 from worker_service.execution.steps.decode_inputs import DecodeInputs, bucket_sizes
 from worker_service.execution.steps.model_runner import build_batch
+from worker_service.session.items import ImagePart, PromptItem
 from worker_service.session.sequence_state import ScheduledChunk, SequenceState
 from worker_service.session.step import SamplingParams
 
@@ -62,6 +64,19 @@ def test_a_token_has_its_own_row_and_all_other_rows_are_padding(
         assert (metadata.max_query_len, metadata.max_context_len) == (1, MAX_MODEL_LEN)
         assert places == [tensor.data_ptr() for tensor in (token_ids, positions, slots, inputs.adapter_slots(size))]
         assert metadata.block_tables.data_ptr() == table
+
+
+def test_tokens_behind_an_image_have_the_positions_of_its_model_and_the_contexts_of_their_places() -> None:
+    inputs = DecodeInputs(MAX_NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE, CPU)
+    chunk, other = chunk_of(2, 0, 9, [1, 2, 3, 4, 5]), chunk_of(1, 0, 5, [6, 7, 8])
+    image = ImagePart(0, 40, 60, (3, 2))
+    chunk.sequence.items = (PromptItem(b"i", 1, 7, image=image, shift=image.shift),)
+    axes = axial_positions([chunk, other])
+    assert axes is not None
+    assert axes.tolist() == 3 * [[4, 5, 4]]
+    _, positions, _, metadata = inputs.tensors(inputs.fill([chunk, other]))
+    assert positions[:3].tolist() == axes[0].tolist()
+    assert metadata.context_lens[:3].tolist() == [8, 9, 5]
 
 
 @given(st.integers(1, 3000))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from stepped_worker import DEVICE, PROMPT, Oracle, SteppedWorker, load_runner
+from stepped_worker import PROMPT, Oracle, SteppedWorker, load_runner
 from worker_helpers import LIMITS
 
 from pagewire.v1 import scheduler_output_pb2 as pb
@@ -34,7 +34,6 @@ from worker_service.session.session import Session
 from worker_service.session.step import LayerLimits, Limits
 from worker_service.settings import WorkerSettings
 
-pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="on a GPU, all layers have one block table")
 WINDOW = 8
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 MODELS: Mapping[str, dict[str, Any]] = {

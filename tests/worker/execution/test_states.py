@@ -29,7 +29,6 @@ from worker_service.session.sequence_state import ScheduledChunk, SequenceState
 from worker_service.session.step import LayerLimits
 from worker_service.settings import WorkerSettings
 
-pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="states are kept on CPUs only")
 DELTA, MAMBA, BOTH, LIGHTNING, TOKEN_BY_TOKEN = "olmo_hybrid", "mamba", "falcon_h1", "minimax", "zaya"
 
 
@@ -51,6 +50,7 @@ def test_tokens_match_transformers_in_chunks_and_batches_after_recomputation_and
     assert compare(checkpoints[name], oracle, oracle.logprobs(PROMPT)) == ""
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="products of a GPU depend on the number of rows")
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(DELTA, torch.bfloat16), (MAMBA, torch.bfloat16), (BOTH, torch.bfloat16), (BOTH, torch.float32)],

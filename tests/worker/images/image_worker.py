@@ -97,8 +97,7 @@ class ImageWorker:
         )
         self.opened.prepare(message)
         answer = self.opened.compute(message)
-        assert isinstance(answer, pb.ModelOutput)
-        return answer
+        return answer if isinstance(answer, pb.ModelOutput) else answer.finish()
 
     def generate(self, asked: Sequence[Asked], count: int, chunk: int = 4096) -> dict[int, list[int]]:
         """`count` tokens of each sequence, together, with chunks of the prompts."""

@@ -2,12 +2,12 @@
 the position after the token before it, and the text goes on after the image's longer side."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from worker_service.session.sequence_state import STOP, ScheduledChunk
+from worker_service.session.sequence_state import STOP, ScheduledChunk, SequenceState
 
 
 def axial_positions(chunks: Sequence[ScheduledChunk]) -> npt.NDArray[np.int64] | None:
@@ -18,6 +18,13 @@ def axial_positions(chunks: Sequence[ScheduledChunk]) -> npt.NDArray[np.int64] |
     if not any(_has_grid(chunk) for chunk in chunks):
         return None
     return np.concatenate([_positions(chunk) for chunk in chunks], axis=1)
+
+
+def shifts(places: Iterable[tuple[SequenceState, int]]) -> list[int]:
+    """The difference between a token's position, which is equal in all axes, and its place in the sequence. places:
+    sequences and places of tokens outside of images."""
+    found = ((sequence.items, bisect_right(sequence.items, place, key=STOP)) for sequence, place in places)
+    return [items[first - 1].shift if first else 0 for items, first in found]
 
 
 def _has_grid(chunk: ScheduledChunk) -> bool:

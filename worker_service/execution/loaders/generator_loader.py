@@ -65,14 +65,14 @@ class GeneratorLoader(Loader):
 
     def _groups(self, needs: Sequence[LayerNeeds]) -> tuple[LayerGroup, ...]:
         """The groups of layers in the KV cache. CUDA graphs and networks that draft have one block table for each
-        sequence. A step has room for the span of the groups' blocks. Raises StartError if the layers' needs differ and
-        the settings exclude groups."""
+        sequence, so a GPU has groups only if the layers' needs differ. A step has room for the span of the groups'
+        blocks. Raises StartError if the layers' needs differ and the settings exclude groups."""
         target, settings, most = self.target, self.settings, self.settings.max_num_batched_tokens
         reason, name = "", target.model_id
         if settings.disable_hybrid_kv_cache_manager:
             reason = f"--disable-hybrid-kv-cache-manager: {name} needs groups of layers in the cache"
-        elif target.device.type != "cpu":
-            reason = f"{name} needs groups of layers in the cache, which are supported on CPUs only: set --device cpu"
+        elif target.device.type != "cpu" and has_one_kind(needs):
+            return ()
         elif settings.speculation is not None and any(isinstance(layer, LayerStates) for layer in needs):
             reason = f"{settings.speculation.flag}: {name} keeps states, which rejected drafts would have changed"
         elif self._proposer_loader.shapes:
@@ -87,6 +87,8 @@ class GeneratorLoader(Loader):
                 raise StartError(f"{name} is not supported: {error}") from error
             span = replace(target.shape, groups=groups).span
             if span <= most:
+                if target.device.type != "cpu" and any(isinstance(layer, LayerStates) for layer in needs):
+                    log.warning("no kernels of GPUs compute states: eager torch does, token by token, which is slow")
                 return groups
             reason = f"--max-num-batched-tokens is {most}; it must be at least {span}, the tokens of a block of {name}"
         if needs and not has_one_kind(needs):

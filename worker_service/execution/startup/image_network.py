@@ -35,16 +35,12 @@ class ImageNetwork:
     dtype: torch.dtype
 
     @classmethod
-    def open(
-        cls, checkpoint: Checkpoint, files: list[Path], dtype: torch.dtype, device: torch.device
-    ) -> "ImageNetwork | None":
+    def open(cls, checkpoint: Checkpoint, files: list[Path], dtype: torch.dtype) -> "ImageNetwork | None":
         """None if prompts cannot contain images; the log says why if the model has a part for images. files: the
         tokenizer's, with the image processor's."""
         if not has_images(checkpoint.config):
             return None
         try:
-            if device.type != "cpu":
-                raise ValueError("images and sounds are read on CPUs only: set --device cpu")
             by_name = {file.name: file for file in files}
             layouts = read_sound_layouts(by_name) if has_sounds(checkpoint.config) else read_image_layouts(by_name)
             if layouts is None:

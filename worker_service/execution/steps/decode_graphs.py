@@ -26,7 +26,7 @@ from kernels.inputs import PART_KEYS
 from worker_service.execution.cache.cache_engine import CacheEngine
 from worker_service.execution.cache.shared_prefixes import SharedInputs
 from worker_service.execution.steps.decode_inputs import DecodeInputs, UnseenTokens
-from worker_service.models.causal_model import CausalModel, ModelConfig
+from worker_service.models.causal_model import CausalModel, GroupedCache, ModelConfig
 from worker_service.models.decoders.decoder_config import DecoderConfig
 from worker_service.progress import count_progress
 from worker_service.session.sequence_state import ScheduledChunk
@@ -190,7 +190,7 @@ def capture(
 ) -> DecodeGraphs | None:
     blocks = cache.device_blocks
     captures = isinstance(config, DecoderConfig) and blocks.is_cuda and backend_name(blocks.device) != EAGER
-    if not captures or settings.enforce_eager:
+    if not captures or settings.enforce_eager or isinstance(cache.cache, GroupedCache):
         return None
     max_num_rows = max(settings.max_num_seqs, min(_PROMPT_ROWS, settings.max_num_batched_tokens))
     return DecodeGraphs(model, blocks, max_num_rows, max_model_len, has_adapters=has_adapters)

@@ -3,9 +3,9 @@
 Each token is one row, which attention treats as a sequence with one query token. Rows of one sequence have the same
 block table, so steps that verify drafts use the kernel for decode steps.
 
-A step is padded to a fixed batch size. A padding row (token 0, position -1, slot -1, no adapter) stores and reads no
-keys. Token ids, positions and slots are one transfer, and only changed block tables are copied. Tokens that the host
-has not read yet are copied within the device."""
+A step is padded to a fixed batch size. A padding row (token 0, position -1, slot -1, no context, no adapter) stores and
+reads no keys. Token ids, positions, slots and context lengths are one transfer, and only changed block tables are
+copied. Tokens that the host has not read yet are copied within the device."""
 
 from array import array
 from bisect import bisect_left
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels.inputs import AttentionMetadata, SharedParts, upload
+from worker_service.execution.images.axial_positions import shifts
 from worker_service.session.sequence_state import PLACEHOLDER, ScheduledChunk
 from worker_service.session.step import TOKENS
 
@@ -37,8 +38,8 @@ def bucket_sizes(max_num_rows: int) -> list[int]:
     return [*(size for size in sizes if size < max_num_rows), max_num_rows]
 
 
-_PADDING_ROW = np.array([[0], [-1], [-1]])
-"""Token id, position and slot."""
+_PADDING_ROW = np.array([[0], [-1], [-1], [0]])
+"""Token id, position, slot and context length."""
 
 
 class DecodeInputs:
@@ -75,6 +76,9 @@ class DecodeInputs:
         else:
             rows[0, :count] = [token_id for chunk in chunks for token_id in chunk.token_ids]
         rows[1, :count] = positions = [position for _, position in places]
+        if any(chunk.sequence.items for chunk in chunks):
+            rows[1, :count] += shifts(places)
+        rows[3, :count] = np.array(positions) + 1
         blocks = [sequence.block_ids[position // block_size] for sequence, position in places]
         rows[2, :count] = np.array(blocks) * block_size + np.array(positions) % block_size
         self._rows[:, :size] = upload(rows, torch.int64, device)
@@ -88,10 +92,10 @@ class DecodeInputs:
 
     def tensors(self, size: int, shared: SharedParts | None = None) -> tuple[Tensor, Tensor, Tensor, AttentionMetadata]:
         """Token ids, positions, slots and attention metadata of the first `size` rows."""
-        token_ids, positions, slots = self._rows[:, :size]
+        token_ids, positions, slots, context_lens = self._rows[:, :size]
         metadata = AttentionMetadata(
             query_start=self._query_start[: size + 1],
-            context_lens=(positions + 1).to(torch.int32),
+            context_lens=context_lens.to(torch.int32),
             block_tables=self._tables[:size],
             max_query_len=1,
             max_context_len=self._max_model_len,

@@ -53,10 +53,10 @@ def given_embeddings(
                 deep_parts.append(found.deep)
     if not rows:
         return None
-    given = GivenEmbeddings(upload(rows, torch.int64, device), torch.cat(parts).to(device))
+    given = GivenEmbeddings(upload(rows, torch.int64, device), torch.cat([part.to(device) for part in parts]))
     if not deep_rows:
         return given
-    deep = [torch.cat(layer).float().to(device) for layer in zip(*deep_parts, strict=True)]
+    deep = [torch.cat(layer).float() for layer in zip(*deep_parts, strict=True)]
     return given._replace(deep_rows=upload(deep_rows, torch.int64, device), deep=deep)
 
 
