@@ -57,8 +57,8 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
             is_norm = parameter.dim() == 1 and not name.endswith("bias")
             torch.nn.init.normal_(parameter, mean=float(is_norm), std=0.2)
         for name, buffer in model.named_buffers():
-            if name.endswith(("e_score_correction_bias", "expert_bias")):
-                torch.nn.init.normal_(buffer, std=0.2)
+            if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
+                torch.nn.init.normal_(buffer, mean=float(name.endswith("layer_scalar")), std=0.2)
         model.save_pretrained(path)
         _drop_unknown(path / "config.json", model)
         Tokenizer(WordLevel({f"t{number}": number for number in range(131)}, "t0")).save(str(path / "tokenizer.json"))

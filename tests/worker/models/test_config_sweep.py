@@ -52,6 +52,7 @@ SMALLER = {"sliding_window": 5, "max_window_layers": 1, "num_experts": 4, "num_l
            "mamba_expand": 2, "block_multiple_of": 8, "num_dense_layers": 1, "attention_chunk_size": 5,
            "mamba_num_heads": 4, "mamba_head_dim": 12, "ssm_state_size": 12, "n_groups": 2,
            "moe_shared_expert_intermediate_size": 20,
+           "vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 6, "top_k_experts": 2,
            "floor_scale": 3, "intermediate_size_mlp": 44}  # fmt: skip
 """Where a family has these keys, so that its defaults say something in a small network."""
 TOKENS = torch.tensor([(7 * number * number + 3) % 61 for number in range(23)])
@@ -171,8 +172,8 @@ def theirs_of(json: dict[str, Any]) -> tuple[Any, Tensor] | None:
             is_norm = parameter.dim() == 1 and not name.endswith("bias")
             torch.nn.init.normal_(parameter, mean=float(is_norm), std=0.2)
         for name, buffer in network.named_buffers():
-            if name.endswith(("e_score_correction_bias", "expert_bias")):
-                torch.nn.init.normal_(buffer, std=0.2)
+            if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
+                torch.nn.init.normal_(buffer, mean=float(name.endswith("layer_scalar")), std=0.2)
         with torch.inference_mode():
             logits = network(TOKENS[None], use_cache=False).logits[0].float()
     except Exception:  # its checks are its own, and values are drawn by their types alone
@@ -211,8 +212,8 @@ def ours_of(json: dict[str, Any], network: Any) -> Tensor:
 
 
 def single_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """gpt-oss, Llama 4 and Granite store a projection of all experts as one tensor; our network has those of each. The
-    layers of Nemotron-H are in a `backbone`."""
+    """gpt-oss, Llama 4, Gemma 4 and Granite store a projection of all experts as one tensor; our network has those of
+    each. The layers of Nemotron-H are in a `backbone`."""
     found = {}
     for stored, tensor in tensors.items():
         name = re.sub("^backbone", "model", stored)
@@ -223,10 +224,10 @@ def single_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if not dot or "." in projection:
             found[name] = tensor
             continue
-        is_bias = projection.endswith("_bias")
+        is_bias, is_gemma = projection.endswith("_bias"), experts.rpartition(".")[2].isdecimal()
         for number, part in enumerate(tensor):
             kind = f"{projection.removesuffix('_bias')}.{'bias' if is_bias else 'weight'}"
-            found[f"{experts}.experts.{number}.{kind}"] = part if is_bias else part.T
+            found[f"{experts}.experts.{number}.{kind}"] = part if is_bias or is_gemma else part.T
     return found
 
 

@@ -26,6 +26,8 @@ UNKNOWN = {"mimo": "qwen2"}
 # Every key of families with states is compared by `test_config_sweep`, too.
 LATENTS = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"}
 """Families with latent attention, whose every key `test_config_sweep` compares."""
+WITH_TWO_SIZES = {"gemma4_text"}
+"""Families with heads of two sizes, whose every key `test_config_sweep` compares."""
 WITH_SECTIONS = {"qwen2_vl_text", "qwen2_5_vl_text"}
 """Families whose sections must have as many pairs as a head."""
 SECTIONS = {"rope_type": "default", "rope_theta": 77.0, "mrope_section": [1, 1, 0]}
@@ -34,7 +36,7 @@ FILES: list[dict[str, Any]] = [
     *(
         {"model_type": family}
         for family in FAMILIES
-        if family not in LATENTS | WITH_SECTIONS | UNKNOWN.keys() | FAMILIES_WITH_STATES.keys()
+        if family not in LATENTS | WITH_TWO_SIZES | WITH_SECTIONS | UNKNOWN.keys() | FAMILIES_WITH_STATES.keys()
     ),
     *({"model_type": family, "rope_parameters": SECTIONS} for family in sorted(WITH_SECTIONS)),
     {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": None},

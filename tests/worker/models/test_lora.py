@@ -49,7 +49,10 @@ class PeftOracle(Oracle):
         self._model = model.merge_and_unload() if merged else model
 
 
-FAMILIES = {name: NATIVE[name] for name in ("gemma", "gemma3_text", "mistral", "qwen2", "qwen3", "smollm3", "phi3")}
+FAMILIES = {
+    name: NATIVE[name]
+    for name in ("gemma", "gemma3_text", "gemma4_text, experts", "mistral", "qwen2", "qwen3", "smollm3", "phi3")
+}
 FAMILIES |= {"llama": {"model_type": "llama"}}
 FAMILIES |= {
     name: NATIVE[name]
@@ -75,7 +78,7 @@ def test_sequences_of_several_adapters_say_what_pefts_models_say(
     every: Any = "all-linear"
     if family["model_type"] in MIXTURES:
         every, targets = ["q_proj", "k_proj", "v_proj", "o_proj"], ["q_proj", "v_proj"]
-    if family["model_type"] == "llama4_text":  # whose router is a linear layer
+    if family["model_type"] in ("gemma4_text", "llama4_text"):  # whose routers are linear layers
         every = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     if family["model_type"] == "nemotron_h":
         every = ["in_proj", "q_proj", "o_proj", "fc1_latent_proj", "fc2_latent_proj"]

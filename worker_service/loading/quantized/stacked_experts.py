@@ -1,6 +1,7 @@
 """Reads experts that a checkpoint stores in stacks, one tensor for a projection of all experts of a layer.
 
 gpt-oss and Llama 4: experts.NAME, [experts, inputs, outputs], with biases experts.NAME_bias, [experts, outputs].
+Gemma 4: experts.NAME, [experts, outputs, inputs].
 Granite: NAME.weight, [experts, outputs, inputs], beside the router.
 
 In MXFP4, two uint8 tensors store NAME: NAME_blocks, [experts, outputs, inputs / 32, 16], has two e2m1 numbers a byte,
@@ -23,13 +24,14 @@ from worker_service.loading.quantized.quantization_keys import FLAG, TEXTS, chec
 from worker_service.parallel.cut import UNCUT, Cut
 from worker_service.wording import named
 
-FAMILIES = ("gpt_oss", "granitemoehybrid", "llama4", "llama4_text")
+FAMILIES = ("gemma4_text", "gpt_oss", "granitemoehybrid", "llama4", "llama4_text")
 """Values of `model_type` of networks whose checkpoints store experts so."""
 METHOD = "mxfp4"
 """The `quant_method` of config.json."""
 _KEYS = {"modules_to_not_convert": TEXTS, "dequantize": FLAG}
 """Keys of the quantization_config. The names of the tensors show which weights are in MXFP4."""
 _GRANITES = ".block_sparse_moe.experts"
+_GEMMAS = re.compile(r"layers\.\d+\.experts$")
 _NAME = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.(weight|bias)")
 
 
@@ -50,7 +52,8 @@ class _Part(NamedTuple):
         if experts.endswith(_GRANITES):
             return cls(f"{experts.removesuffix('.experts')}.{projection}.{kind}", int(number), False)
         is_bias = kind == "bias"
-        return cls(f"{experts}.{projection}{'_bias' * is_bias}", int(number), not is_bias)
+        is_turned = not is_bias and not _GEMMAS.search(experts)
+        return cls(f"{experts}.{projection}{'_bias' * is_bias}", int(number), is_turned)
 
 
 class MxFloat4Experts(Mapping[str, QuantizedWeight]):

@@ -85,18 +85,21 @@ class QkvAttention:
         self._sinks = torch.empty(len(shard.heads), device=device) if config.sinks else None
         allocate = partial(Linear.allocate, dtype=dtype, device=device, deferred=deferred, ops=ops)
         hidden = config.hidden_size
-        self._parts = [self._heads[0] * (2 if config.gated_attention else 1), *self._heads[1:]]
+        parts = [self._heads[0] * (2 if config.gated_attention else 1), *self._heads[1:]]
+        self._parts = parts[:1] if layer.reads is not None else parts[: 2 if layer.key_is_value else 3]
+        """Outputs of the projections of query, key and value, as far as the layer has them."""
+        self._ones = torch.ones(config.head_dim, dtype=dtype, device=device) if config.value_norm else None
         self._qkv = allocate(sum(self._parts), hidden, config.qkv_bias)
         wide, adds_bias = ops.WIDE_PRODUCTS, ranks.rank == 0
         self._out = allocate(hidden, self._heads[0], config.out_bias, wide=wide, adds_bias=adds_bias)
 
     @property
     def projections(self) -> list[Projection]:
-        query, key, value = self._parts
+        names = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
         if self._config.fused_checkpoint:
-            qkv = {"self_attn.qkv_proj": query + key + value}
+            qkv = {"self_attn.qkv_proj": sum(self._parts)}
         else:
-            qkv = {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": value}
+            qkv = dict(zip(names, self._parts, strict=False))
         return [(self._qkv, qkv), (self._out, {"self_attn.o_proj": self._config.hidden_size})]
 
     @property
@@ -109,7 +112,8 @@ class QkvAttention:
         norms = self._norms if self._norms_of_all is None else self._norms_of_all.weights
         if norms is None or self._config.qk_norm == "plain":
             return sinks
-        return sinks | dict(zip(("self_attn.q_norm.weight", "self_attn.k_norm.weight"), norms, strict=True))
+        names = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")[: len(self._parts)]
+        return sinks | dict(zip(names, norms, strict=False))
 
     def __call__(
         self,
@@ -121,6 +125,8 @@ class QkvAttention:
         adapter_slots: Tensor | None,
     ) -> Tensor:
         config, gate, qkv = self._config, None, self._qkv(x, adapter_slots)
+        if self._layer.reads is not None:
+            return self._out(self._of_earlier_keys(qkv, by_position, layer_cache, attention), adapter_slots)
         if config.gated_attention:
             queries, others = torch.split(qkv, [self._parts[0], sum(self._parts[1:])], dim=1)
             queries, gate = queries.unflatten(1, (-1, 2, config.head_dim)).unbind(2)  # type: ignore[no-untyped-call]
@@ -144,11 +150,30 @@ class QkvAttention:
             attended = self._ops.gated_activation(torch.cat((gate.flatten(1), attended), dim=1), "sigmoid")
         return self._out(attended, adapter_slots)
 
+    def _of_earlier_keys(
+        self, queries: Tensor, by_position: ByPosition, layer_cache: Tensor, attention: AttentionMetadata
+    ) -> Tensor:
+        """Attention to the keys and values that an earlier layer has stored. queries: [num_tokens, query elements]."""
+        config, layer, ops = self._config, self._layer, self._ops
+        heads = queries.view(-1, config.head_dim)
+        if self._norms is not None:
+            heads = ops.rms_norm(heads, self._norms[0], config.rms_norm_eps, config.norm_offset)
+        heads = heads.view(len(queries), -1, config.head_dim)
+        if by_position.rotation is not None:
+            ops.rotary_embedding(heads, *by_position.rotation)
+        attended = ops.paged_attention(
+            heads, layer_cache, attention, config.attention_scale, layer.window, config.attention_soft_cap,
+            sinks=self._sinks, chunked=layer.chunked,
+        )  # fmt: skip
+        return attended.flatten(1)
+
     def _prepared(self, qkv: Tensor, by_position: ByPosition) -> Tensor:
         """The input of the kernel, which does not compute these operations. Interleaved pairs are moved to the two
         halves of a head, in queries and keys alike, so that products stay the same."""
         swaps = self._config.interleaved and by_position.rotation is not None
-        if self._norms_of_all is None and by_position.factors is None and not swaps:
+        if self._layer.key_is_value:
+            qkv = torch.cat((qkv, qkv[:, self._parts[0] :]), dim=1)
+        if self._norms_of_all is None and by_position.factors is None and not swaps and self._ones is None:
             return qkv
         query, key, value = torch.split(qkv, self._heads, dim=1)
         if self._norms_of_all is not None:
@@ -158,6 +183,9 @@ class QkvAttention:
         if swaps:
             pairs = (-1, self._config.head_dim // 2, 2)
             query, key = (part.unflatten(1, pairs).transpose(2, 3).flatten(1) for part in (query, key))  # type: ignore[no-untyped-call]
+        if self._ones is not None:
+            heads = value.reshape(-1, self._config.head_dim)
+            value = self._ops.rms_norm(heads, self._ones, self._config.rms_norm_eps).view_as(value)
         return torch.cat((query, key, value), dim=1)
 
 

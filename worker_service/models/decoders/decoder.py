@@ -20,6 +20,7 @@ from worker_service.models.causal_model import (
     Cache,
     Fill,
     GivenEmbeddings,
+    LayerPlace,
     Slots,
     by_layer,
 )
@@ -30,6 +31,7 @@ from worker_service.models.decoders.decoder_layer import DecoderLayer, pack_laye
 from worker_service.models.decoders.shard import Shard
 from worker_service.models.layers.embedding import Embedding
 from worker_service.models.layers.linear import NONE_QUANTIZED, Linear, Quantization, Quantized, head_quantization
+from worker_service.models.layers.per_layer import PerLayerEmbeddings
 from worker_service.parallel.ranks import ALONE, Ranks
 
 
@@ -55,9 +57,22 @@ class Decoder:
         table = partial(torch.empty, num_rows, config.hidden_size, dtype=dtype, device=device)
         self._embedding = Embedding(table(), shard.vocabulary, ranks)
         self._layers = [
-            DecoderLayer(config, layer, dtype, device, ranks, shard, self._ops, deferred=fill is not None)
+            DecoderLayer(
+                own := config.of_layer(layer),
+                layer,
+                dtype,
+                device,
+                ranks,
+                shard if own is config else Shard.of(own, ranks.rank, ranks.size),
+                self._ops,
+                deferred=fill is not None,
+            )
             for layer in config.layers
         ]
+        self._per_layer: PerLayerEmbeddings | None = None
+        if (per_layer := config.per_layer) is not None:
+            sizes = per_layer.vocabulary_size, config.hidden_size, len(config.layers), per_layer.size
+            self._per_layer = PerLayerEmbeddings(*sizes, config.rms_norm_eps, dtype, device, self._ops)
         self._fill = fill
         self._norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
         # Rounded to the weights' dtype, as in training.
@@ -78,7 +93,8 @@ class Decoder:
 
     @property
     def prompt_embeds_size(self) -> int:
-        return self.config.hidden_size
+        """0 if layers have embeddings of their own, which only a token id selects."""
+        return self.config.hidden_size if self._per_layer is None else 0
 
     def show_states(self, before: Sequence[int], show: Callable[[Sequence[Tensor], Tensor], None]) -> None:
         """In each forward pass, call `show` with the hidden states before the layers in `before`, and the slots. States
@@ -91,6 +107,8 @@ class Decoder:
         tensors = {self.config.embedding_name: embedding, self.config.name("model.norm.weight"): self._norm}
         if not self.config.tied_embeddings:
             tensors["lm_head.weight"] = self._embedding.own_rows(self._lm_head.weight)
+        if self._per_layer is not None:
+            tensors |= self._per_layer.tensors
         for number, layer in enumerate(self._layers):
             tensors |= {f"model.layers.{number}.{name}": part for name, part in layer.checkpoint_tensors().items()}
         return tensors
@@ -110,6 +128,8 @@ class Decoder:
             rows = Linear(self._embedding.weight)
             rows.pack_parts([found], [len(head)])
             self._embedding.take_rows_of(rows)
+        if self._per_layer is not None:
+            self._per_layer.pack(quantized)
         for number, layer in enumerate(self._layers):
             pack_layer(layer, f"model.layers.{number}", quantization, quantized, self._fill)
 
@@ -146,8 +166,9 @@ class Decoder:
             residual *= self._embedding_scale
         if given is not None and not self.config.scales_given:
             residual[given.rows] = given.embeddings
+        of_layers = None if self._per_layer is None else self._per_layer(token_ids, residual)
         states: dict[int, Tensor] = {}
-        places = by_layer(slots, attention, cache)
+        places, used = by_layer(slots, attention, cache), list[LayerPlace | None]()
         for number, (layer, layer_config) in enumerate(zip(self._layers, self.config.layers, strict=True)):
             if number in self._shown:
                 states[number] = (residual.clone() if delta is None else residual + delta).to(self._norm.dtype)
@@ -155,8 +176,12 @@ class Decoder:
             by_position = ByPosition(
                 None if rope is None else rotations[rope], None if temperature is None else factors[temperature]
             )
-            place = next(places) if layer_config.attends else None
-            delta = layer.forward(delta, residual, by_position, place, adapter_slots)
+            if layer_config.reads is not None:
+                used.append(used[layer_config.reads])
+            else:
+                used.append(next(places) if layer_config.attends else None)
+            own = None if of_layers is None else of_layers[number]
+            delta = layer.forward(delta, residual, by_position, used[-1], adapter_slots, own)
             if given is not None and number < len(given.deep):
                 residual[given.deep_rows] += given.deep[number]
         assert delta is not None  # every network has a layer

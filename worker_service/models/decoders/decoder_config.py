@@ -56,6 +56,9 @@ class Mixture:
     latent_size: int | None = None
     """Elements of the experts' inputs and outputs, which projections connect with the hidden state (Nemotron-H); None
     if experts compute hidden states."""
+    beside_dense: bool = False
+    """Whether a dense network computes beside the experts, and each expert has a scale (Gemma 4). See
+    `MlpBesideExperts`."""
     scales_inputs: bool = False
     """Whether the router's weights multiply the experts' inputs, and not their outputs (Llama 4)."""
 
@@ -118,6 +121,24 @@ class Temperature:
 
 
 @dataclass(frozen=True)
+class PerLayerInputs:
+    """Embeddings of tokens that each layer has for itself, beside the network's (Gemma 4)."""
+
+    vocabulary_size: int
+    size: int
+    """Elements of a token's embedding for one layer."""
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """Sizes of a layer in a network whose layers differ. See `DecoderConfig`."""
+
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+
+
+@dataclass(frozen=True)
 class LayerConfig:
     rope: Rope | None
     """None without rotary embeddings."""
@@ -134,6 +155,12 @@ class LayerConfig:
     """Whether the layer has a first half: attention or a mixer."""
     has_mlp: bool = True
     """Whether the layer has a second half."""
+    sizes: LayerSizes | None = None
+    """None for the network's sizes."""
+    reads: int | None = None
+    """The number of the earlier layer whose keys and values the layer reads; None if it has its own."""
+    key_is_value: bool = False
+    """Whether the projection of the key is also that of the value."""
 
 
 QkNorm = Literal["head", "all", "plain"]
@@ -175,6 +202,11 @@ class DecoderConfig:
     """Whether the outputs of both halves are normalised."""
     gated_attention: bool = False
     """Whether each query head has a gate beside its query: a sigmoid for each element of its output (Qwen3-Next)."""
+    value_norm: bool = False
+    """Whether each head's value is normalised, without weights."""
+    per_layer: PerLayerInputs | None = None
+    layer_scales: bool = False
+    """Whether each layer multiplies the residual stream by a number."""
     sinks: bool = False
     """Whether each query head has a sink, see `paged_attention`."""
     norm_offset: float = 0.0
@@ -201,7 +233,11 @@ class DecoderConfig:
     ignored_tensors: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        turning = [2 * len(layer.rope.inverse_frequencies) for layer in self.layers if layer.rope is not None]
+        turning = [
+            2 * len(layer.rope.inverse_frequencies)
+            for layer in self.layers
+            if layer.rope is not None and layer.sizes is None
+        ]
         if max(turning, default=0) > self.head_dim:
             raise ValueError(
                 f"rotary embeddings would rotate {max(turning)} elements of each head, and head_dim is {self.head_dim}"
@@ -214,9 +250,21 @@ class DecoderConfig:
                 "divide it"
             )
 
+    def of_layer(self, layer: LayerConfig) -> "DecoderConfig":
+        """The sizes and switches of a layer: a network of that layer alone if it has sizes of its own. Raises
+        ValueError."""
+        if layer.sizes is None:
+            return self
+        return replace(self, layers=(replace(layer, sizes=None),), **vars(layer.sizes))
+
+    @property
+    def _stored(self) -> list[LayerConfig]:
+        """The layers in the cache."""
+        return [layer for layer in self.layers if layer.attends and layer.reads is None]
+
     @property
     def num_layers(self) -> int:
-        return sum(layer.attends for layer in self.layers)
+        return len(self._stored)
 
     @property
     def kv_parts(self) -> int:
@@ -236,15 +284,15 @@ class DecoderConfig:
 
     @property
     def layer_needs(self) -> tuple[LayerNeeds, ...]:
-        """The needs of each layer in the cache, if some layers have states; otherwise (). See `needs_of`."""
-        attending = [layer for layer in self.layers if layer.attends]
-        if all(layer.mixer is None for layer in attending):
+        """The needs of each layer in the cache, if some layers have states or sizes of their own; otherwise (). See
+        `needs_of`."""
+        if all(layer.mixer is None and layer.sizes is None for layer in self._stored):
             return ()
         return tuple(
-            LayerKeys(self.num_kv_heads, self.head_dim, self.kv_parts, layer.window, layer.chunked)
+            LayerKeys(own.num_kv_heads, own.head_dim, own.kv_parts, layer.window, layer.chunked)
             if layer.mixer is None
             else layer.mixer.needs
-            for layer in attending
+            for layer, own in ((layer, self.of_layer(layer)) for layer in self._stored)
         )
 
     @property
@@ -267,9 +315,9 @@ class DecoderConfig:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        return tuple(layer.window for layer in self.layers if layer.attends)
+        return tuple(layer.window for layer in self._stored)
 
     @property
     def chunks(self) -> tuple[bool, ...]:
         """Whether each layer's window is a chunk."""
-        return tuple(layer.chunked for layer in self.layers if layer.attends)
+        return tuple(layer.chunked for layer in self._stored)

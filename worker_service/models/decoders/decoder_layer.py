@@ -11,11 +11,12 @@ from kernels.ops import Ops
 from worker_service.models.causal_model import Fill, LayerPlace
 from worker_service.models.decoders.attention import AttentionHalf, ByPosition, LatentAttention, QkvAttention
 from worker_service.models.decoders.decoder_config import DecoderConfig, LayerConfig
-from worker_service.models.decoders.mlp import SHARED_EXPERTS, DenseMlp, MixtureMlp, Mlp, Projection
+from worker_service.models.decoders.mlp import SHARED_EXPERTS, DenseMlp, MixtureMlp, Mlp, MlpBesideExperts, Projection
 from worker_service.models.decoders.shard import Shard
 from worker_service.models.decoders.states.halves import ConvolutionHalf, DeltaHalf, MambaHalf
 from worker_service.models.layers.linear import Quantization, Quantized
 from worker_service.models.layers.mixers import DeltaNet, Mamba2, ShortConvolution
+from worker_service.models.layers.per_layer import PerLayerHalf
 from worker_service.parallel.ranks import Ranks
 
 
@@ -41,20 +42,28 @@ class DecoderLayer:
     ) -> None:
         self._config, self._ops, self._ranks, self._dtype = config, ops, ranks, dtype
 
-        def norms(exist: bool) -> _Norms:
+        def norms(exist: bool, *, before: bool = config.pre_norms) -> _Norms:
             """Unfilled."""
-            sides = exist and config.pre_norms, exist and config.post_norms
+            sides = exist and before, exist and config.post_norms
             return _Norms(
                 *(torch.empty(config.hidden_size, dtype=dtype, device=device) if has else None for has in sides)
             )
 
-        self._attention_norms, self._mlp_norms = norms(layer.attends), norms(layer.has_mlp)
+        is_beside = layer.mixture is not None and layer.mixture.beside_dense
+        self._attention_norms = norms(layer.attends)
+        self._mlp_norms = norms(layer.has_mlp, before=config.pre_norms and not is_beside)
         self._attention: AttentionHalf | None = None
         if layer.attends:
             self._attention = _first_half(config, layer, dtype, device, ranks, shard, ops, deferred)
         self._mlp: Mlp | None = None
         if layer.has_mlp:
             self._mlp = _second_half(config, layer, dtype, device, ranks, shard, ops, deferred)
+        self._per_layer: PerLayerHalf | None = None
+        if config.per_layer is not None:
+            sizes, activation = (config.hidden_size, config.per_layer.size), config.activation
+            self._per_layer = PerLayerHalf(sizes, activation, dtype, device, ops, deferred=deferred)
+            self._per_layer_norms = _Norms(None, torch.empty(config.hidden_size, dtype=dtype, device=device))
+        self._scale = torch.empty(1, dtype=dtype, device=device) if config.layer_scales else None
 
     @property
     def projections(self) -> list[Projection]:
@@ -67,8 +76,8 @@ class DecoderLayer:
         return self._named([one for half in self._halves for one in half.adapted])
 
     @property
-    def _halves(self) -> list[AttentionHalf | Mlp]:
-        return [half for half in (self._attention, self._mlp) if half is not None]
+    def _halves(self) -> list[AttentionHalf | Mlp | PerLayerHalf]:
+        return [half for half in (self._attention, self._mlp, self._per_layer) if half is not None]
 
     def _named(self, projections: list[Projection]) -> list[Projection]:
         name = self._config.name
@@ -83,7 +92,11 @@ class DecoderLayer:
             before_mlp: self._mlp_norms.before,
             "post_feedforward_layernorm": self._mlp_norms.after,
         }
+        if self._per_layer is not None:
+            norms["post_per_layer_input_norm"] = self._per_layer_norms.after
         tensors = {f"{name}.weight": norm for name, norm in norms.items() if norm is not None}
+        if self._scale is not None:
+            tensors["layer_scalar"] = self._scale
         for half in self._halves:
             tensors |= half.vectors
         tensors = {self._config.name(name): tensor for name, tensor in tensors.items()}
@@ -98,10 +111,11 @@ class DecoderLayer:
         by_position: ByPosition,
         place: LayerPlace | None,
         adapter_slots: Tensor | None,
+        per_layer: Tensor | None = None,
     ) -> Tensor:
         """Add `delta` and all outputs but the last half's to `residual` in place; return the last half's. delta:
         [num_tokens, hidden_size], the previous layer's result, or None. residual: [num_tokens, hidden_size] float32.
-        place: None if the layer has no first half."""
+        place: None if the layer has no first half. per_layer: see `PerLayerHalf`."""
         if self._attention is not None:
             assert place is not None
             x = self._entering(delta, residual, self._attention_norms)
@@ -109,7 +123,14 @@ class DecoderLayer:
         if self._mlp is not None:
             x = self._entering(delta, residual, self._mlp_norms)
             delta = self._leaving(self._mlp(x, adapter_slots), self._mlp_norms)
+        if self._per_layer is not None:
+            assert per_layer is not None
+            x = self._entering(delta, residual, self._per_layer_norms)
+            delta = self._leaving(self._per_layer(x, per_layer, adapter_slots), self._per_layer_norms)
         assert delta is not None  # every layer has a half
+        if self._scale is not None:
+            residual *= self._scale
+            delta = delta * self._scale
         return delta
 
     def _entering(self, delta: Tensor | None, residual: Tensor, norms: _Norms) -> Tensor:
@@ -170,9 +191,13 @@ def _second_half(
         return dense(len(shard.inner))
     inner = len(shard.expert_inner)
     shared = dense(len(shard.shared_inner), name=SHARED_EXPERTS) if mixture.shared_size else None
-    return MixtureMlp(
+    experts = MixtureMlp(
         config, mixture, inner, dtype, device, adds_bias=adds_bias, deferred=deferred, ops=ops, shared=shared
     )
+    if not mixture.beside_dense:
+        return experts
+    vector = torch.empty(config.hidden_size, dtype=dtype, device=device)
+    return MlpBesideExperts(config, dense(len(shard.inner)), experts, ops, vector)
 
 
 def pack_layer(

@@ -20,6 +20,8 @@ Projection = tuple[Linear, dict[str, int]]
 
 LATENT_PROJECTIONS = "mlp.fc1_latent_proj", "mlp.fc2_latent_proj"
 """Names of the projections around experts of latents, into a latent and back."""
+_EXPERT_SCALES = "router.per_expert_scale"
+"""Name of the factors on the outputs of each expert."""
 SHARED_EXPERTS = "mlp.shared_experts"
 """Name of the shared experts in a checkpoint: one feed-forward network."""
 
@@ -125,6 +127,7 @@ class MixtureMlp:
         self._bias: Tensor | None = None
         if (routing := mixture.routing) is not None and routing.is_sigmoid and routing.has_bias:
             self._bias = torch.empty(mixture.num_experts, device=device)  # float32, as the router's results
+        self._scales = torch.empty(mixture.num_experts, dtype=dtype, device=device) if mixture.beside_dense else None
         allocate = partial(
             ExpertLinear, mixture.num_experts, dtype=dtype, device=device, biased=biased, deferred=deferred, ops=ops
         )
@@ -161,17 +164,20 @@ class MixtureMlp:
 
     @property
     def vectors(self) -> dict[str, Tensor]:
-        name = f"{self._mixture.names.router}.e_score_correction_bias"
-        return {} if self._bias is None else {name: self._bias}
+        named = {f"{self._mixture.names.router}.e_score_correction_bias": self._bias, _EXPERT_SCALES: self._scales}
+        return {name: vector for name, vector in named.items() if vector is not None}
 
-    def __call__(self, x: Tensor, adapter_slots: Tensor | None) -> Tensor:
-        """Returns float32."""
+    def __call__(self, x: Tensor, adapter_slots: Tensor | None, routed: Tensor | None = None) -> Tensor:
+        """routed: the router's input; None for x. Returns float32."""
         if (routing := self._mixture.routing) is not None:
             logits = self._router(x)
             scores = self._sigmoid(logits) if routing.is_sigmoid else logits.softmax(1)
             weights, experts = choose_by_groups(scores, self._bias, routing)
         else:
-            weights, experts = choose_experts(self._router(x), self._mixture.num_chosen, self._mixture.renormalise)
+            logits = self._router(x if routed is None else routed)
+            weights, experts = choose_experts(logits, self._mixture.num_chosen, self._mixture.renormalise)
+        if self._scales is not None:
+            weights = weights * self._scales[experts]
         rows = group_rows(experts, self._mixture.num_experts)
         inputs = (self._latents[0](x, adapter_slots) if self._latents else x).index_select(0, rows.tokens)
         if self._mixture.scales_inputs:
@@ -192,3 +198,38 @@ class MixtureMlp:
     def _sigmoid(self, x: Tensor) -> Tensor:
         """The kernels' sigmoid. torch's differs in the last bit at the end of a tensor, and so between batches."""
         return self._ops.gated_activation(torch.cat((x, torch.ones_like(x)), dim=1), "sigmoid")
+
+
+class MlpBesideExperts:
+    """The sum of a dense network and of experts, each with norms of its own around it (Gemma 4). The router reads the
+    residual stream with a norm of its own, so that inputs are not normalised before."""
+
+    def __init__(self, config: DecoderConfig, dense: DenseMlp, experts: MixtureMlp, ops: Ops, vector: Tensor) -> None:
+        """vector: [hidden_size], of whose kind the norms' weights are allocated unfilled."""
+        self._config, self._dense, self._experts, self._ops = config, dense, experts, ops
+        names = (
+            "pre_feedforward_layernorm.weight", "post_feedforward_layernorm_1.weight",
+            "pre_feedforward_layernorm_2.weight", "post_feedforward_layernorm_2.weight", "router.scale",
+        )  # fmt: skip
+        self._norms = {name: vector.clone() for name in names}
+
+    @property
+    def projections(self) -> list[Projection]:
+        return self._dense.projections + self._experts.projections
+
+    @property
+    def adapted(self) -> list[Projection]:
+        return self._dense.adapted + self._experts.adapted
+
+    @property
+    def vectors(self) -> dict[str, Tensor]:
+        return self._norms | self._experts.vectors
+
+    def __call__(self, x: Tensor, adapter_slots: Tensor | None) -> Tensor:
+        """x: not normalised. Returns float32."""
+        norm = partial(self._ops.rms_norm, eps=self._config.rms_norm_eps)
+        wide = partial(norm, dtype=torch.float32)
+        dense_before, dense_after, before, after, of_router = self._norms.values()
+        routed = (wide(x, of_router) * self._config.hidden_size**-0.5).to(x.dtype)
+        dense = wide(self._dense(norm(x, dense_before), adapter_slots), dense_after)
+        return dense.add_(wide(self._experts(norm(x, before), adapter_slots, routed), after))

@@ -148,7 +148,10 @@ def part_of(config: ModelConfig, ranks: Ranks) -> tuple[int, Mapping[str, Cut]]:
             "which keeps its layers whole"
         )
     if config.layer_needs:
-        raise StartError("--tensor-parallel-size is for networks without states; layers with states are kept whole")
+        raise StartError(
+            "--tensor-parallel-size is for networks without states whose layers all have heads of one size; other "
+            "layers are kept whole"
+        )
     shard = Shard.of(config, ranks.rank, ranks.size)
     return len(shard.kv_heads), shard.cuts(config)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from worker_service.models.config.config_limits import SIZES
 from worker_service.models.config.rope import Rope, read_rope, read_theta, rope_of
-from worker_service.models.decoders.decoder_config import DecoderConfig, Latent, LayerConfig, Mixture
+from worker_service.models.decoders.decoder_config import DecoderConfig, Latent, LayerConfig, LayerSizes, Mixture
 from worker_service.models.layers.mixers import Mixer
 from worker_service.read_keys import REFUSED, ReadKeys
 
@@ -29,6 +29,7 @@ def read_layers(
     windows: Sequence[int | None] | None = None,
     mixtures: Sequence[Mixture | None] | None = None,
     mixers: Sequence[Mixer | None] | None = None,
+    sizes: Sequence[LayerSizes | None] | None = None,
     attention_scale: float | None = None,
     latent: Latent | None = None,
     **options: Any,
@@ -63,12 +64,13 @@ def read_layers(
         rms_norm_eps=float(json.number(eps_name, eps)),
         activation=ACTIVATIONS.get(activation, activation),
         layers=tuple(
-            LayerConfig(rope, window, mixture, mixer)
-            for rope, window, mixture, mixer in zip(
+            LayerConfig(rope, window, mixture, mixer, sizes=own)
+            for rope, window, mixture, mixer, own in zip(
                 ropes,
                 windows or [None] * num_layers,
                 mixtures or [None] * num_layers,
                 mixers or [None] * num_layers,
+                sizes or [None] * num_layers,
                 strict=True,
             )
         ),
