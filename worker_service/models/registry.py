@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from worker_service.models.causal_model import CausalModel, Fill
-from worker_service.models.config.text_part import TENSORS_OF_IMAGES, text_part
+from worker_service.models.config.text_part import TENSORS_OF_IMAGES, padded_tokens, text_part
 from worker_service.models.decoders.decoder import Decoder
 from worker_service.models.decoders.decoder_config import DecoderConfig
 from worker_service.models.decoders.families import FAMILIES, read_decoder
@@ -42,9 +42,12 @@ def read_config(json: Mapping[str, Any]) -> AnyConfig:
         raise ValueError(f"a model {family} whose text network is {shown(text['model_type'])} is not supported")
     json, family = text, text.get("model_type")
     if family in FAMILIES:
-        config = read_decoder(json)
-        ignored = config.ignored_tensors if text is whole else (*config.ignored_tensors, *TENSORS_OF_IMAGES)
-        return replace(config, ignored_tensors=ignored)
+        config = read_decoder(text)
+        if text is whole:
+            return config
+        padded, padding = padded_tokens(whole)
+        ignored = (*config.ignored_tensors, *TENSORS_OF_IMAGES)
+        return replace(config, ignored_tensors=ignored, padded_tokens=padded, padding_token=padding)
     if family in ENCODERS and json.get("is_decoder") is not True:
         from worker_service.models.encoders.encoder_config import EncoderConfig
 

@@ -141,6 +141,8 @@ OLDER: dict[str, st.SearchStrategy[Any]] = {
     "partial_rotary_factor": st.sampled_from([0.5, 1.0]),
     "rope_local_base_freq": st.sampled_from([10.0, 500.0]),
     "sliding_window_pattern": st.integers(1, 4),
+    "global_head_dim": st.sampled_from([8, 12]),
+    "num_global_key_value_heads": st.sampled_from([1, 4, None]),
 }
 """Keys that transformers' classes take though they are no fields."""
 

@@ -39,6 +39,9 @@ def files(family: str) -> Iterator[dict[str, Any]]:
         yield file | {"rope_scaling": rope}
     if family == "gemma3_text":
         yield file | {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), SCALED[0])}
+    if family.startswith("gemma4"):
+        proportional = {"rope_type": "proportional", "rope_theta": 99.0, "partial_rotary_factor": 0.5, "factor": 2.0}
+        yield file | {"rope_parameters": {"full_attention": proportional, "sliding_attention": {"rope_theta": 77.0}}}
 
 
 def read_of(file: dict[str, Any]) -> set[tuple[str, ...]]:

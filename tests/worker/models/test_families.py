@@ -26,7 +26,7 @@ UNKNOWN = {"mimo": "qwen2"}
 # Every key of families with states is compared by `test_config_sweep`, too.
 LATENTS = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"}
 """Families with latent attention, whose every key `test_config_sweep` compares."""
-WITH_TWO_SIZES = {"gemma4_text"}
+WITH_TWO_SIZES = {"gemma4_text", "gemma4_unified_text"}
 """Families with heads of two sizes, whose every key `test_config_sweep` compares."""
 WITH_SECTIONS = {"qwen2_vl_text", "qwen2_5_vl_text"}
 """Families whose sections must have as many pairs as a head."""

@@ -24,7 +24,7 @@ from worker_service.loading.quantized.quantization_keys import FLAG, TEXTS, chec
 from worker_service.parallel.cut import UNCUT, Cut
 from worker_service.wording import named
 
-FAMILIES = ("gemma4_text", "gpt_oss", "granitemoehybrid", "llama4", "llama4_text")
+FAMILIES = ("gemma4", "gemma4_text", "gpt_oss", "granitemoehybrid", "llama4", "llama4_text")
 """Values of `model_type` of networks whose checkpoints store experts so."""
 METHOD = "mxfp4"
 """The `quant_method` of config.json."""

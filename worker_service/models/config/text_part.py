@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from worker_service.models.config.config_keys import HARMLESS, architectures, refuse
+from worker_service.read_keys import ReadKeys
 
 
 class _Whole(NamedTuple):
@@ -20,6 +21,8 @@ class _Whole(NamedTuple):
     """Whether the text network may be of another family."""
     ties: bool = False
     """Whether embeddings and output head are tied if config.json does not say it."""
+    pads: bool = False
+    """Whether the text network reads padding in place of tokens for images and sounds."""
 
 
 _OF_QWEN = frozenset({"image_token_id", "video_token_id", "vision_config", "vision_end_token_id",
@@ -29,8 +32,14 @@ _OF_LLAVA = frozenset({"image_seq_length", "image_token_id", "image_token_index"
                        "vision_feature_select_strategy"})  # fmt: skip
 _OF_IDEFICS = frozenset({"_pad_token_id", "image_token_id", "scale_factor", "vision_config"})
 _OF_LLAMA4 = frozenset({"boi_token_index", "eoi_token_index", "image_token_index", "vision_config"})
+_OF_GEMMA4 = frozenset({"audio_config", "audio_ms_per_token", "audio_soft_tokens_per_image", "audio_token_id",
+                        "boa_token_id", "boi_token_id", "eoa_token_id", "eoa_token_index", "eoi_token_id",
+                        "image_token_id", "video_token_id", "vision_config", "vision_soft_tokens_per_image",
+                        "vision_soft_tokens_per_video_frame"})  # fmt: skip
 _OF_AUDIO = frozenset({"audio_config", "audio_token_id", "audio_token_index", "ignore_index"})
 _FAMILIES = {
+    "gemma4": _Whole("Gemma4", "gemma4_text", _OF_GEMMA4, ties=True, pads=True),
+    "gemma4_unified": _Whole("Gemma4Unified", "gemma4_unified_text", _OF_GEMMA4, ties=True, pads=True),
     "idefics3": _Whole("Idefics3", "llama", _OF_IDEFICS, takes_others=True),
     "internvl": _Whole("InternVL", "qwen2", _OF_LLAVA | {"downsample_ratio"}, takes_others=True, ties=True),
     "llama4": _Whole("Llama4", "llama4_text", _OF_LLAMA4),
@@ -66,7 +75,8 @@ _DEFAULTS: Mapping[str, Mapping[str, object]] = {
 }  # fmt: skip
 """Sizes that published files leave out, because they are transformers' defaults."""
 TENSORS_OF_IMAGES = (
-    r"^(model\.)?(audio_tower|connector|image_newline|multi_modal_projector|vision_model|vision_tower|visual)(\.|$)",
+    r"^(model\.)?(audio_tower|connector|embed_(audio|vision)|image_newline|multi_modal_projector"
+    r"|vision_(embedder|model|tower)|visual)(\.|$)",
 )
 """Patterns for names of tensors of the part for images."""
 
@@ -111,6 +121,20 @@ def text_part(json: Mapping[str, Any]) -> Mapping[str, Any]:
         text = {name: value for name, value in text.items() if name not in neutral or value != neutral[name]}
     text = {**_DEFAULTS.get(text_family, {}), **text, **shared, "model_type": text_family}
     return {name: _without_mrope(value) if name in _ROPES else value for name, value in text.items()}
+
+
+def padded_tokens(json: Mapping[str, Any]) -> tuple[frozenset[int], int]:
+    """The tokens for images and sounds in whose place a whole network's text network reads padding, and the padding's
+    token. Raises ValueError."""
+    if not _FAMILIES[json["model_type"]].pads:
+        return frozenset(), 0
+    keys = ReadKeys(json)
+    found = (
+        keys.integer(f"{kind}_token_id", number, null=-1, least=0)
+        for kind, number in (("audio", 258_881), ("image", 258_880), ("video", 258_884))
+    )
+    text = ReadKeys(json["text_config"], "text_config.")
+    return frozenset(found) - {-1}, text.integer("pad_token_id", 0, least=0, most=text.integer("vocab_size") - 1)
 
 
 _ROPES = ("rope_parameters", "rope_scaling")

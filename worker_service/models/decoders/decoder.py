@@ -83,6 +83,7 @@ class Decoder:
         ropes = {layer.rope for layer in config.layers if layer.rope is not None}
         self._frequencies = {rope: rope.inverse_frequencies.to(device) for rope in ropes}
         self._axes = {rope: rope.axes.to(device) for rope in ropes if rope.axes is not None}
+        self._padded = torch.tensor(sorted(config.padded_tokens), dtype=torch.int64, device=device)
         self._shown: tuple[int, ...] = ()
         self._show: Callable[[Sequence[Tensor], Tensor], None] | None = None
 
@@ -159,6 +160,8 @@ class Decoder:
         }
         temperatures = {layer.temperature for layer in self.config.layers if layer.temperature is not None}
         factors = {temperature: temperature.factors(positions) for temperature in temperatures}
+        if len(self._padded):
+            token_ids = token_ids.masked_fill(torch.isin(token_ids, self._padded), self.config.padding_token)
         residual, delta = self._embedding(token_ids), None
         if given is not None and self.config.scales_given:
             residual[given.rows] = given.embeddings

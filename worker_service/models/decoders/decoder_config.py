@@ -231,6 +231,9 @@ class DecoderConfig:
     latent: Latent | None = None
     """None without latent attention. Otherwise num_kv_heads is 1 and head_dim is `latent.key_dim`."""
     ignored_tensors: tuple[str, ...] = ()
+    padded_tokens: frozenset[int] = frozenset()
+    """Tokens in whose place the network reads `padding_token`."""
+    padding_token: int = 0
 
     def __post_init__(self) -> None:
         turning = [

@@ -23,7 +23,7 @@ from worker_service.models.decoders.readers.family_keys import (
     windows_of,
 )
 from worker_service.models.decoders.readers.gemma import read_gemma, read_gemma2, read_gemma3
-from worker_service.models.decoders.readers.gemma4 import read_gemma4
+from worker_service.models.decoders.readers.gemma4 import read_gemma4, read_gemma4_unified
 from worker_service.models.decoders.readers.llama4 import read_llama4
 from worker_service.models.decoders.readers.mixtures import (
     read_gpt_oss,
@@ -166,6 +166,7 @@ FAMILIES: dict[str, Callable[[ReadKeys], DecoderConfig]] = FAMILIES_WITH_STATES 
     "gemma2": read_gemma2,
     "gemma3_text": read_gemma3,
     "gemma4_text": read_gemma4,
+    "gemma4_unified_text": read_gemma4_unified,
     "glm4_moe": read_glm4_moe,
     "glm4_moe_lite": read_glm4_moe_lite,
     "gpt_oss": read_gpt_oss,

@@ -25,28 +25,44 @@ from worker_service.models.decoders.readers.family_keys import (
 from worker_service.read_keys import ReadKeys
 
 _EXPERTS = MixtureNames("router.proj", "experts", gate="gate_up_proj", up=None, down="down_proj")
-_FAR = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0}
-_NEAR = {"rope_type": "default", "rope_theta": 10_000.0}
+_ROPES = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+"""The default of `rope_parameters`."""
 _LARGEST = SIZES["head_dim"][1]
 
 
 def read_gemma4(json: ReadKeys) -> DecoderConfig:
+    """Layers may have embeddings of their own, and experts may compute beside the dense network."""
+    return _read(json, 512, _per_layer(json), _mixture(json))
+
+
+def read_gemma4_unified(json: ReadKeys) -> DecoderConfig:
+    """Layers have no embeddings of their own, and no experts. Published files say so in the other family's keys."""
+    json.neutral(hidden_size_per_layer_input=0, enable_moe_block=False)
+    json.without_effect("vocab_size_per_layer_input")
+    return _read(json, 1024)
+
+
+def _read(
+    json: ReadKeys, window: int, per_layer: PerLayerInputs | None = None, mixture: Mixture | None = None
+) -> DecoderConfig:
     """Gemma 3 whose layers without a window have heads of another size. The last layers may read the keys and values
-    of earlier ones, each layer may have embeddings of its own, and experts may compute beside the dense network."""
-    if json.plain.get("use_bidirectional_attention") == "all":
-        raise ValueError('use_bidirectional_attention is "all", and attention to later tokens is not supported')
-    json.without_effect("use_bidirectional_attention")  # "vision" concerns tokens of images, null none
-    num_layers, near_dim = num_layers_of(json), head_dim_of(json, 256)
-    near_heads = read_size(json, "num_key_value_heads", 4)
+    of earlier ones. window: the family's default."""
+    # Among tokens of images only. Attention of all tokens to later ones, "all", is refused.
+    json.choice("use_bidirectional_attention", ("vision",), None, null=None)
+    num_layers, local_dim = num_layers_of(json), head_dim_of(json, 256)
+    local_heads = read_size(json, "num_key_value_heads", 4)
     slides = [(number + 1) % 6 != 0 for number in range(num_layers)]
-    windows = windows_of(json, json.integer("sliding_window", 512), slides)
+    windows = windows_of(json, json.integer("sliding_window", window), slides)
     windows[-1] = None  # as in transformers, whatever the pattern says
     shares_projection = json.boolean("attention_k_eq_v", False)
-    far_heads, far_dim = _far_heads(json, windows, (near_heads, near_dim), shares_projection)
+    global_heads, global_dim = _global_heads(json, windows, (local_heads, local_dim), shares_projection)
     reads = _reads(windows, json.integer("num_kv_shared_layers", 0, least=0, most=num_layers))
     inner, doubles = read_size(json, "intermediate_size"), json.boolean("use_double_wide_mlp", False)
-    near, far = _rope(json, "sliding", near_dim, _NEAR), _rope(json, "full", far_dim, _FAR)
-    per_layer, mixture, attention_bias = _per_layer(json), _mixture(json), json.boolean("attention_bias", False)
+    global_rope, local_rope = _ropes(json, global_dim, local_dim)
+    attention_bias = json.boolean("attention_bias", False)
     config = read_layers(
         json,
         num_kv_heads=4,
@@ -54,12 +70,12 @@ def read_gemma4(json: ReadKeys) -> DecoderConfig:
         tied_embeddings=True,
         activation=json.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh"),
         windows=windows,
-        ropes=[far if window is None else near for window in windows],
+        ropes=[global_rope if window is None else local_rope for window in windows],
         mixtures=[mixture] * num_layers,
         sizes=[
             LayerSizes(
-                far_heads if window is None else near_heads,
-                far_dim if window is None else near_dim,
+                global_heads if window is None else local_heads,
+                global_dim if window is None else local_dim,
                 inner * (2 if doubles and earlier is not None else 1),
             )
             for window, earlier in zip(windows, reads, strict=True)
@@ -90,25 +106,25 @@ def read_gemma4(json: ReadKeys) -> DecoderConfig:
     return config
 
 
-def _far_heads(
-    json: ReadKeys, windows: Sequence[int | None], near: tuple[int, int], shares_projection: bool
+def _global_heads(
+    json: ReadKeys, windows: Sequence[int | None], local: tuple[int, int], shares_projection: bool
 ) -> tuple[int, int]:
     """Key-value heads, and elements of a head, of layers without a window. Files of newer programs say them for each
     layer."""
     heads = json.integer("num_global_key_value_heads", None, null=None, most=SIZES["num_key_value_heads"][1])
     dim = json.integer("global_head_dim", 512, most=_LARGEST)
     if json.plain.get("per_layer_config") is None:
-        return (heads if shares_projection and heads is not None else near[0]), dim
+        return (heads if shares_projection and heads is not None else local[0]), dim
     by_layer = json.group("per_layer_config")
     found = {True: set[tuple[int, int]](), False: set[tuple[int, int]]()}
     for number, window in enumerate(windows):
         layer = by_layer.group(str(number))
         own = (
-            layer.integer("num_key_value_heads", near[0], most=SIZES["num_key_value_heads"][1]),
-            layer.integer("head_dim", near[1], most=_LARGEST),
+            layer.integer("num_key_value_heads", local[0], most=SIZES["num_key_value_heads"][1]),
+            layer.integer("head_dim", local[1], most=_LARGEST),
         )
         found[window is None].add(own)
-    if found[False] - {near} or len(found[True]) > 1:
+    if found[False] - {local} or len(found[True]) > 1:
         raise ValueError("per_layer_config gives layers of one kind (layer_types) different heads")
     return found[True].pop()
 
@@ -126,10 +142,18 @@ def _reads(windows: Sequence[int | None], num_reading: int) -> list[int | None]:
     return [None if number < first else last[window] for number, window in enumerate(windows)]
 
 
-def _rope(json: ReadKeys, kind: str, head_dim: int, default: dict[str, object]) -> Rope:
-    parameters = json.group("rope_parameters").group(f"{kind}_attention")
-    if not json.plain.get("rope_parameters"):
-        parameters = ReadKeys(default)
+def _ropes(json: ReadKeys, global_dim: int, local_dim: int) -> tuple[Rope, Rope]:
+    """The positions of layers without a window, and with one."""
+    ropes = json.group("rope_parameters")
+    if not ropes.plain:
+        ropes = ReadKeys(_ROPES)
+    kinds = [ropes.group(kind) for kind in _ROPES]
+    if not all(kind.plain for kind in kinds):
+        raise ValueError("rope_parameters must describe full_attention and sliding_attention")
+    return _rope(json, kinds[0], global_dim), _rope(json, kinds[1], local_dim)
+
+
+def _rope(json: ReadKeys, parameters: ReadKeys, head_dim: int) -> Rope:
     theta = parameters.number("rope_theta", most=2**63)
     if parameters.plain.get("rope_type") != "proportional":
         return rope_of(parameters, json, head_dim, theta)
