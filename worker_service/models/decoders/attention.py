@@ -173,7 +173,11 @@ class QkvAttention:
         swaps = self._config.interleaved and by_position.rotation is not None
         if self._layer.key_is_value:
             qkv = torch.cat((qkv, qkv[:, self._parts[0] :]), dim=1)
-        if self._norms_of_all is None and by_position.factors is None and not swaps and self._ones is None:
+        if self._ones is not None:
+            value = qkv[:, -self._heads[2] :]
+            normed = self._ops.rms_norm(value.reshape(-1, self._config.head_dim), self._ones, self._config.rms_norm_eps)
+            value.copy_(normed.view_as(value))
+        if self._norms_of_all is None and by_position.factors is None and not swaps:
             return qkv
         query, key, value = torch.split(qkv, self._heads, dim=1)
         if self._norms_of_all is not None:
@@ -183,9 +187,6 @@ class QkvAttention:
         if swaps:
             pairs = (-1, self._config.head_dim // 2, 2)
             query, key = (part.unflatten(1, pairs).transpose(2, 3).flatten(1) for part in (query, key))  # type: ignore[no-untyped-call]
-        if self._ones is not None:
-            heads = value.reshape(-1, self._config.head_dim)
-            value = self._ops.rms_norm(heads, self._ones, self._config.rms_norm_eps).view_as(value)
         return torch.cat((query, key, value), dim=1)
 
 
