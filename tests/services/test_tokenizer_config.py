@@ -349,6 +349,15 @@ def test_what_the_library_would_drop_of_tokenizer_json_is_refused(
         Tokenizer(tmp_path)
 
 
+def test_merges_that_are_left_out_at_random_are_refused(tmp_path: Path) -> None:
+    model = json.loads((write(tmp_path) / "tokenizer.json").read_text())["model"]
+    change(tmp_path, model=model | {"dropout": 0.0})
+    Tokenizer(tmp_path)
+    change(tmp_path, model=model | {"dropout": 0.1})
+    with pytest.raises(StartError, match=r"^tokenizer\.json has dropout 0\.1 in model, "):
+        Tokenizer(tmp_path)
+
+
 def test_a_tokenizer_json_of_a_former_release_is_read(tmp_path: Path) -> None:
     former = {"type": "Metaspace", "replacement": "\u2581", "str_rep": "\u2581", "add_prefix_space": True}
     change(write(tmp_path), pre_tokenizer=former, decoder=former)
