@@ -1,16 +1,19 @@
 """Images at URLs come from allowed hosts with public addresses alone, whatever name servers and redirects say."""
 
 import asyncio
+import contextlib
 import socket
+import ssl
 import threading
 from collections.abc import AsyncIterator, Callable
 from ipaddress import ip_address
 from typing import Any
 
 import pytest
+import trustme
 from aiohttp import web
 
-from scheduler_service.frontend.http.images import fetching
+from scheduler_service.frontend.http.images import fetching, http_answer
 from scheduler_service.frontend.http.images.addresses import MAX_LOOKUPS, is_public, look_up
 from scheduler_service.frontend.http.images.fetching import MAX_AT_ONCE, MAX_OF_ONE, BusyError, FetchError, Media
 
@@ -206,6 +209,81 @@ async def test_what_a_host_answers_is_bounded(site: Site, monkeypatch: pytest.Mo
     with pytest.raises(FetchError, match="the connection failed"):
         await site.media().fetch(site.url("/image"), ignored)
     site.port = port
+
+
+@pytest.mark.parametrize(
+    ("first", "rest", "reason"),
+    [
+        (b"HTTP/1.1 200 OK\r\n", b"x: y\r\n", "a head or a line of more than 32768 bytes"),
+        (b"HTTP/1.1 200 ", b"O", "a head or a line of more than 32768 bytes"),
+        (b"", b"HTTP/1.1 103 Early Hints\r\n\r\n", "too many interim answers"),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", b"1\r\na\r\n", "too small chunks"),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1", b";a=b", "of more than 32768 bytes"),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n-1\r\n", b"a", "invalid chunks"),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\n", b"abc\r\n", "invalid chunks"),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: gzip, chunked\r\n\r\n", b"a", "Transfer-Encoding other than chunked"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n", b"a", "an invalid Content-Length"),
+        (b"HTTP/1.1 200 OK\r\n folded\r\n\r\n", b"a", "something other than HTTP"),
+        (b"SSH-2.0\r\n\r\n", b"a", "something other than HTTP"),
+        (b"HTTP/1.1 200 OK\r\n\r\n", b"a", "it is too large"),
+    ],
+)
+async def test_an_answer_that_is_wrong_or_without_end_is_soon_refused(
+    site: Site, first: bytes, rest: bytes, reason: str
+) -> None:
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            writer.write(first)
+            while True:
+                writer.write(rest * 20_000)
+                await writer.drain()
+        writer.close()
+
+    taken: list[int] = []
+
+    def take(num_bytes: int) -> None:
+        taken.append(num_bytes)
+        if sum(taken) > 1 << 20:
+            raise FetchError("it is too large")
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, asyncio.timeout(5):
+        site.port = server.sockets[0].getsockname()[1]
+        with pytest.raises(FetchError, match=reason):
+            await site.media().fetch(site.url("/image"), take)
+
+
+@pytest.mark.parametrize("name", [HOST, "other.test"])
+async def test_a_host_proves_its_name_by_a_certificate(name: str, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    authority, theirs, ours = (
+        trustme.CA(),
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH),
+        ssl.create_default_context(),
+    )
+    authority.issue_cert(name).configure_cert(theirs)
+    authority.configure_trust(ours)
+    monkeypatch.setattr(http_answer, "_tls", lambda: ours)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert f"\r\nHost: {HOST}:{site.port}\r\n".encode() in head
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\n\x89PNG\r\n100;a=b\r\n")
+        writer.write(IMAGE[4:] + b"\r\n0\r\nTrailer: 1\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=theirs) as server, asyncio.timeout(5):
+        site.port = server.sockets[0].getsockname()[1]
+        fetched = site.media().fetch(site.url("/image").replace("http:", "https:"), ignored)
+        if name == HOST:
+            assert await fetched == IMAGE
+        else:
+            with pytest.raises(FetchError, match="the connection failed"):
+                await fetched
+
+
+async def test_the_next_address_of_a_host_is_tried_if_one_refuses(site: Site) -> None:
+    site.answers = ["127.0.0.2", "127.0.0.1"]
+    assert await site.media().fetch(site.url("/image"), ignored) == IMAGE
 
 
 async def test_neither_a_slow_host_nor_a_busy_client_takes_all_places(

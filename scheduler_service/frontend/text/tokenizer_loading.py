@@ -62,8 +62,8 @@ def load_tokenizer(directory: Path) -> TokenizerFiles:
         raise StartError(f"tokenizer.json has {left}, which this release of tokenizers does not know")
     if dropout := read["model"].get("dropout"):
         raise StartError(
-            f"tokenizer.json has dropout {dropout:g} in model, which is for training: a text would have other tokens each "
-            "time; remove the key"
+            f"tokenizer.json has dropout {dropout:g} in model, which is for training: a text would have other tokens "
+            "each time; remove the key"
         )
     if config.has_mistral_fix and _FIXED_SPLIT not in json.dumps(said.get("pre_tokenizer")).replace(r"\\", "\\"):
         raise StartError(

@@ -7,8 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
 
-from aiohttp.abc import AbstractResolver, ResolveResult
-
 Lookup = Callable[[str], Awaitable[list[str]]]
 """Returns the addresses of a host, as texts. Raises OSError."""
 MAX_LOOKUPS = 32
@@ -47,31 +45,3 @@ def _is_global_v6(address: IPv6Address) -> bool:
 
 def _is_global(address: IPv4Address | IPv6Address) -> bool:
     return address.is_global and not (address.is_multicast or address.is_reserved or address.is_unspecified)
-
-
-class CheckedAddresses(AbstractResolver):
-    """The addresses of one host, which a connection uses instead of asking again."""
-
-    def __init__(self, host: str, addresses: list[str]) -> None:
-        self.host, self.addresses = host, addresses
-
-    async def resolve(
-        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
-    ) -> list[ResolveResult]:
-        if host != self.host:
-            raise OSError(f"the addresses are those of {self.host}")
-        return [
-            ResolveResult(
-                hostname=host,
-                host=address,
-                port=port,
-                family=socket.AF_INET6 if ":" in address else socket.AF_INET,
-                proto=0,
-                flags=socket.AI_NUMERICHOST,
-            )
-            for address in self.addresses
-            if family in (socket.AF_UNSPEC, socket.AF_INET6 if ":" in address else socket.AF_INET)
-        ]
-
-    async def close(self) -> None:
-        pass

@@ -8,10 +8,10 @@ import asyncio
 import weakref
 from collections.abc import Callable, Collection
 
-from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
 from yarl import URL
 
-from scheduler_service.frontend.http.images.addresses import CheckedAddresses, Lookup, is_public, look_up
+from scheduler_service.frontend.http.images.addresses import Lookup, is_public, look_up
+from scheduler_service.frontend.http.images.http_answer import Answer, AnswerError, answer_to
 
 SECONDS = 10.0
 """Seconds for an image to arrive, with all redirects."""
@@ -66,7 +66,9 @@ class Media:
             if not has_turn:
                 raise BusyError("too many images are being fetched; try again later") from None
             raise FetchError(f"it did not arrive within {SECONDS:g} s") from None
-        except (ClientError, OSError, ValueError) as error:
+        except AnswerError as error:
+            raise FetchError(str(error)) from None
+        except (OSError, ValueError) as error:
             raise FetchError(f"the connection failed ({type(error).__name__})") from None
 
     def _turn(self, name: str) -> asyncio.Semaphore:
@@ -74,24 +76,10 @@ class Media:
 
     async def _fetch(self, url: URL, take: Callable[[int], None]) -> bytes:
         for _ in range(1 + MAX_REDIRECTS):
-            async with (
-                ClientSession(
-                    connector=TCPConnector(
-                        resolver=CheckedAddresses(url.raw_host or "", await self._addresses(url)),
-                        use_dns_cache=False,
-                        force_close=True,
-                    ),
-                    cookie_jar=DummyCookieJar(),
-                    timeout=ClientTimeout(total=SECONDS),
-                    auto_decompress=False,
-                    trust_env=False,
-                    headers=_HEADERS,
-                ) as session,
-                session.get(url, allow_redirects=False) as response,
-            ):
-                if response.status not in _REDIRECTS:
-                    return await _content(response, take)
-                url = self._read(response.headers.get("Location", ""), url)
+            async with answer_to(url, await self._addresses(url), _HEADERS) as answer:
+                if answer.status not in _REDIRECTS:
+                    return await _content(answer, take)
+                url = self._read(answer.headers.get("location", ""), url)
         raise FetchError(f"it redirects more than {MAX_REDIRECTS} times")
 
     def _read(self, text: str, base: URL | None = None) -> URL:
@@ -118,7 +106,6 @@ class Media:
     async def _addresses(self, url: URL) -> list[str]:
         """The addresses of a URL's host. Raises FetchError if there are none, or one of them is not public."""
         host = url.raw_host or ""
-        # aiohttp does not ask a resolver for a host that looks like an address.
         looks_numeric = ":" in host or host.replace(".", "").isdigit()
         try:
             found = [host] if looks_numeric else await self._lookup(host)
@@ -131,13 +118,13 @@ class Media:
         return found
 
 
-async def _content(response: ClientResponse, take: Callable[[int], None]) -> bytes:
-    if response.status != 200:
-        raise FetchError(f"the host answers with status {response.status}")
-    if response.headers.get("Content-Encoding", "identity").lower() != "identity":
+async def _content(answer: Answer, take: Callable[[int], None]) -> bytes:
+    if answer.status != 200:
+        raise FetchError(f"the host answers with status {answer.status}")
+    if answer.headers.get("content-encoding", "identity").lower() != "identity":
         raise FetchError("the host answers with a Content-Encoding that was not asked for")
     content = bytearray()
-    async for piece in response.content.iter_any():
+    async for piece in answer.content():
         take(len(piece))
         content += piece
     return bytes(content)
