@@ -78,6 +78,8 @@ class SchedulerOutput:
     """Tokens of these images."""
     dropped_embeddings: SequenceOf[EncoderItem] = ()
     """Encoded images that the worker drops before it encodes others."""
+    images_ahead: SequenceOf[EncoderItem] = ()
+    """Images that the worker prepares for later steps, the most urgent first."""
     ignored: list[SequenceGroup] = field(default_factory=list)
     placements: list[Placement] = field(default_factory=list)
     """Waiting groups that this step admits, or leaves to other workers, whose next steps should be planned now."""
@@ -97,9 +99,14 @@ class SchedulerOutput:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is computed or copied, and no sequence has left the worker."""
+        """Whether nothing is computed, copied or awaited, and no sequence has left the worker."""
         swaps = self.blocks_to_swap_out or self.blocks_to_swap_in
-        return not (self.scheduled or self.finished or self.preempted or swaps)
+        return not (self.scheduled or self.finished or self.preempted or swaps or self.images_ahead)
+
+    @property
+    def times_images(self) -> bool:
+        """Whether the step's time depends on images."""
+        return bool(self.items_to_encode or (self.images_ahead and not self.scheduled))
 
 
 class TokenLogprobs(NamedTuple):
@@ -133,7 +140,7 @@ class ModelOutput:
     failed_items: SequenceOf[EncoderItem] = ()
     """Images of the step's `items_to_encode` that could not be decoded."""
     prepared_items: SequenceOf[EncoderItem] = ()
-    """Images that later steps can encode without a delay."""
+    """The images ahead that later steps can encode without a delay."""
     num_draft_tokens: list[int] = field(default_factory=list)
     num_draft_tokens_wanted: list[int] = field(default_factory=list)
     vectors: dict[int, bytes] = field(default_factory=dict)

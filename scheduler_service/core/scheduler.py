@@ -109,8 +109,6 @@ class Scheduler:
         self._running.hand_out_rest(step)
         if self._admission.schedule_sharing(step):
             self._running.hand_out_rest(step)
-        if self.encoder_cache.holds_back and not (step.chunks or step.steady):
-            self._wait_for_images(step)
         if self.config.num_lookahead_slots:
             self._draft_room.hand_out(step)
         if self.blocks.states:
@@ -130,14 +128,6 @@ class Scheduler:
         if self.waiting and self.config.phase_rule is PhaseRule.CHUNKED:
             self._admission.schedule(step)
         return True
-
-    def _wait_for_images(self, step: Step) -> None:
-        """Plan the first running group that is held back by an image, in a step that is empty without it."""
-        self.encoder_cache.waits = True
-        for group in [group for group in self.running if group.images]:
-            if not step.chunks and group in self.running:
-                self._running.schedule_one(group, step)
-        self._running.hand_out_rest(step)
 
     def _schedule_all(self, step: Step) -> None:
         if self.config.phase_rule is PhaseRule.CHUNKED:
@@ -206,11 +196,11 @@ class Scheduler:
             # Such a sequence may have left the steady plan although it has tokens to compute.
             self._steady.forget()
         seconds = self._in_flight.answer(output, answer, now)
-        if not output.items_to_encode:  # the time depends on images, too
+        if not output.times_images:
             self.balancer.stepped(self.member, output.num_tokens + sum(answer.num_draft_tokens), seconds)
         if self._groups.accused:
             self._evidence.answered(output, seconds)
-        if answer.prepared_items:
+        if self.config.prepares_images:
             self.encoder_cache.prepared(answer.prepared_items)
         return self._answers.take_in(output, answer)
 

@@ -89,6 +89,7 @@ PARTS: dict[str, Callable[[wire.SchedulerOutput], list[str]]] = {
     "drops items": lambda step: [digest.hex()[:8] for digest in step.dropped_items],
     "encodes": lambda step: _names(step.items_to_encode),
     "drops encoded": lambda step: _names(step.dropped_embeddings),
+    "prepares": lambda step: _names(step.images_ahead),
     "sampling of new sequences": lambda step: [
         f"{new.sequence_id}: {str(new.sampling).replace(chr(10), ' ')}" for new in step.new_sequences
     ],

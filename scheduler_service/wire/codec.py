@@ -159,6 +159,8 @@ def encode_scheduler_output(output: SchedulerOutput, epoch: int) -> pb.Scheduler
         message.items_to_encode.add(digest=name.digest, part=name.part)
     for name in output.dropped_embeddings:
         message.dropped_embeddings.add(digest=name.digest, part=name.part)
+    for name in output.images_ahead:
+        message.images_ahead.add(digest=name.digest, part=name.part)
     # Created in place: protobuf would serialize and parse a finished message again.
     for sequence_id, start, block_ids, layer_group in output.block_table_updates:
         message.block_table_updates.add(

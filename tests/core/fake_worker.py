@@ -136,12 +136,6 @@ class Mirror:
         return tokens
 
 
-def next_image(mirror: Mirror) -> EncoderItem | None:
-    """The first image of which a sequence has computed no token."""
-    images = (item for item in mirror.items if item.image is not None and item.start >= mirror.num_computed)
-    return next((item.encoder_item for item in images), None)
-
-
 @dataclass
 class FakeWorker:
     config: SchedulerConfig
@@ -156,6 +150,7 @@ class FakeWorker:
         empty = [-1] * self.config.block_size
         self.slots: list[list[int]] = [list(empty) for _ in range(self.config.num_device_blocks)]
         self.items: set[bytes] = set()
+        self.prepared: list[EncoderItem] = []
         self.encoder = FakeEncoder(self.config)
         self.host_slots: list[list[int]] = [list(empty) for _ in range(self.config.num_host_blocks)]
 
@@ -222,8 +217,10 @@ class FakeWorker:
                     sampled[sequence] = self._sample(mirror, sequence in late)
         answer = ModelOutput(output.step_id, [token for tokens in sampled.values() for token in tokens])
         answer.failed_items = failed_items
-        if self.config.prepares_images and output.step_id % 2:
-            answer.prepared_items = [name for name in map(next_image, self.mirrors.values()) if name is not None]
+        self.prepared = [name for name in output.images_ahead if name in self.prepared]
+        if not output.scheduled or output.step_id % 2:
+            self.prepared += [name for name in output.images_ahead if name not in self.prepared][:1]
+        answer.prepared_items = [*self.prepared]
         if output.num_draft_tokens:
             answer.num_draft_tokens = [output.num_draft_tokens.get(s, 0) - num_unused.get(s.id, 0) for s in sampled]
         if output.num_draft_tokens or not all(sampled.values()):

@@ -26,7 +26,7 @@ class SlowImages:
         self.scheduler = scheduler
         self.size, self.budget = scheduler.config.encoder_cache_size, scheduler.config.encoder_budget
         self.prepared: set[EncoderItem] = set()
-        self.waits = False
+        self.told: list[EncoderItem] = []  # what the last step prepares
         self.kept: dict[EncoderItem, int] = {}  # tokens, in the order in which steps read them last
 
     def are_too_large(self, group: "SlowGroup") -> bool:
@@ -49,7 +49,7 @@ class SlowImages:
     def fits(self, group: "SlowGroup", start: int, stop: int, is_first: bool) -> bool:
         """True if the step has room for these tokens, and need not wait for an image."""
         images = self.touched(group, start, stop)
-        if self.scheduler.config.prepares_images and not self.waits:
+        if self.scheduler.config.prepares_images:
             known = {*self.kept, *self.used(), *self.prepared}
             if any(image.name not in known and not (is_first and image.start <= start) for image in images):
                 return False
@@ -71,7 +71,6 @@ class SlowImages:
         for image in self.planned():
             if image.name not in self.kept:
                 encoded.append(image.name)
-                self.prepared.discard(image.name)
             self.kept.pop(image.name, None)
             self.kept[image.name] = image.num_tokens  # the last now
         for sequence, num_tokens, _ in self.scheduler.plan:
@@ -80,6 +79,18 @@ class SlowImages:
             dropped.append(next(name for name in self.kept if name not in used))
             del self.kept[dropped[-1]]
         return encoded, dropped
+
+    def ahead(self, is_empty: bool) -> list[EncoderItem]:
+        """After a step, the first four images that running sequences need next and that the worker does not keep. A
+        step that is empty without them has none while others are in flight, or if the worker has prepared them."""
+        sequences = [sequence for group in self.scheduler.running for sequence in group.live if sequence.is_known]
+        needed = [image for s in sequences for image in [i for i in s.group.images if i.stop > s.computed][:1]]
+        first = [*dict.fromkeys(image.name for image in needed if image.name not in self.kept)][:4]
+        if is_empty and (self.scheduler.num_in_flight or self.prepared.issuperset(first)):
+            return []
+        self.told = first
+        self.prepared &= {*first}  # the worker forgets the others
+        return first
 
     def forked(self, parent: "SlowSequence", child: "SlowSequence") -> None:
         child.begun = [*parent.begun]

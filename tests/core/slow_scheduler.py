@@ -35,6 +35,7 @@ class SlowScheduler(SlowBlocks):
         self.images = SlowImages(self)
         self.ended: list[SlowSequence] = []  # that the worker is to be told of
         self.prompt_seconds = 0.0
+        self.num_in_flight = 0  # steps
         self.num_preemptions = dict.fromkeys((PreemptionMode.RECOMPUTE, PreemptionMode.SWAP), 0)
 
     @property
@@ -133,7 +134,6 @@ class SlowScheduler(SlowBlocks):
             self.sharing, self.num_reserved_seqs = [], 0
             self.admit()
             self.hand_out_rest()
-        self.wait_for_images()
         self.hand_out_rooms()
         num_kept = 0
         if self.has_states:
@@ -143,15 +143,6 @@ class SlowScheduler(SlowBlocks):
         self.num_kept = num_kept
         self.adapters.tried |= to_try
         return self.write(began)
-
-    def wait_for_images(self) -> None:
-        """In a step that would be empty, the first group that can go on waits for its image."""
-        self.images.waits = True
-        for group in [group for group in self.running if group.images]:
-            if not self.plan and self.config.prepares_images and group in self.running:
-                self.grow(group)
-                self.hand_out_rest()
-        self.images.waits = False
 
     def may_admit(self, now: float) -> bool:
         if not self.queue.groups or not self.running:
@@ -508,6 +499,10 @@ class SlowScheduler(SlowBlocks):
                         self.fork(sequence, follower, min(num_shared, len(follower.token_ids) - 1))
                         self.images.forked(sequence, follower)
                         follower.num_parents_tokens = len(sequence.group.prompt)
+        is_empty = not (chunks or self.ended or self.preempted or self.num_swapped_out or self.num_swapped_in)
+        ahead = self.images.ahead(is_empty) if self.config.prepares_images else []
+        is_empty = is_empty and not ahead
+        self.num_in_flight += not is_empty
         decisions = {
             "scheduled": [(s.label, s.computed, num_tokens, samples) for s, num_tokens, samples, _ in chunks],
             "rooms": {sequence.label: room for sequence, room in rooms.items()},
@@ -520,11 +515,11 @@ class SlowScheduler(SlowBlocks):
             "lacking": self.lacking,
             "encoded": encoded,
             "dropped": dropped,
+            "ahead": ahead,
         }
         for sequence in self.ended:
             sequence.is_known = False
         self.let_states_go()
-        is_empty = not (chunks or self.ended or self.preempted or self.num_swapped_out or self.num_swapped_in)
         self.ended = []
         return SlowStep(chunks, decisions, is_empty, began, rooms)
 
@@ -538,6 +533,7 @@ class SlowScheduler(SlowBlocks):
 
     def take_in(self, step: SlowStep, answers: list[tuple[list[int], list[tuple[int, float]]]], now: float) -> None:
         """An answer is the accepted drafts, one more token, and the likeliest tokens with their log-probabilities."""
+        self.num_in_flight -= 1
         if step.began is not None:
             self.prompt_seconds = now - step.began
         left = iter(answers)

@@ -137,6 +137,7 @@ class Both:
             "lacking": output.lacking_adapters,
             "encoded": [*output.items_to_encode],
             "dropped": [*output.dropped_embeddings],
+            "ahead": [*output.images_ahead],
         }
         assert decisions == step.decisions
         assert output.is_empty == step.is_empty
@@ -234,8 +235,9 @@ class Both:
             self.slow.want(step, wanted)
         if self.fast.config.prepares_images:
             names = [EncoderItem(digest, part) for digest, parts in IMAGES.items() for part in range(len(parts))]
-            answer.prepared_items = [name for name in names if drafting.random() < 0.1]
-            self.slow.images.prepared.update(answer.prepared_items)
+            likely = 0.3 if output.scheduled else 1
+            answer.prepared_items = [name for name in names if drafting.random() < likely]
+            self.slow.images.prepared = {*self.slow.images.told} & {*answer.prepared_items}
         self.fast.update_from_output(output, answer, now)
         self.slow.take_in(step, answers, now)
         self.compare()

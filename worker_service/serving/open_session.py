@@ -164,7 +164,10 @@ class OpenSession:
     def prepare(self, message: pb.SchedulerOutput) -> None:
         """Begin to read images that a received step encodes, while the device may compute other steps."""
         encoder = self._worker.runner.images
-        if encoder is None or not message.items_to_encode:
+        if encoder is None:
+            return
+        encoder.received(message.epoch, message.step_id)
+        if not message.items_to_encode:
             return
         wanted = {item.digest: EncoderItem(item.digest, item.part) for item in message.items_to_encode}
         encoder.processing.look_ahead(

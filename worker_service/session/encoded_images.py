@@ -1,13 +1,12 @@
 """The session's copy of the encoder cache: which images the worker keeps encoded. The scheduler decides what is encoded
 and dropped; a step that contradicts the worker's limits is refused."""
 
-from bisect import bisect_right
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from worker_service.errors import InvalidStepError
 from worker_service.session.items import EncoderItem, ImageToEncode
 from worker_service.session.prompt_items import SessionItems
-from worker_service.session.sequence_state import STOP, ScheduledChunk
+from worker_service.session.sequence_state import ScheduledChunk
 from worker_service.session.step import Limits
 
 
@@ -17,7 +16,6 @@ class EncodedImages:
         self._items = items
         self._sizes: dict[EncoderItem, int] = {}
         self._num_tokens = 0
-        self._next: dict[int, EncoderItem] = {}  # what each sequence needs next, by its id
 
     def drop(self, items: Iterable[EncoderItem]) -> None:
         for item in items:
@@ -51,24 +49,7 @@ class EncodedImages:
                         f"sequence {chunk.sequence.sequence_id} computes token {start}, whose image is not encoded"
                     )
 
-    def ahead(self, chunks: Iterable[ScheduledChunk], live: Container[int]) -> tuple[ImageToEncode, ...]:
-        """The images that sequences need next, once each, the longest needed first. live: the ids of all sequences."""
-        for chunk in chunks:
-            sequence_id = chunk.sequence.sequence_id
-            if (item := self._needed_after(chunk)) is not None:
-                self._next[sequence_id] = item
-            elif self._next:
-                self._next.pop(sequence_id, None)
-        if not self._next:
-            return ()
-        self._next = {sequence_id: item for sequence_id, item in self._next.items() if sequence_id in live}
-        images = [self._items.image(item) for item in dict.fromkeys(self._next.values()) if item not in self._sizes]
+    def ahead(self, items: Iterable[EncoderItem]) -> tuple[ImageToEncode, ...]:
+        """The images to prepare, without those that are encoded, or whose sequences have left in this step."""
+        images = [self._items.image(item) for item in items if item not in self._sizes]
         return tuple(image for image in images if image is not None)
-
-    def _needed_after(self, chunk: ScheduledChunk) -> EncoderItem | None:
-        items = chunk.sequence.items
-        for place in range(bisect_right(items, chunk.stop, key=STOP), len(items)):
-            name = items[place].encoded
-            if name is not None and name not in self._sizes:
-                return name
-        return None

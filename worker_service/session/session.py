@@ -62,15 +62,15 @@ class Session:
         return self._schedule(output)
 
     def with_images(self, output: SchedulerOutput, chunks: Sequence[ScheduledChunk]) -> SchedulerOutput:
-        """An applied step with the images that it encodes, and those that later steps need. Raises InvalidStepError if
-        it contradicts the encoder cache."""
+        """An applied step with the images that it encodes or prepares. Raises InvalidStepError if it contradicts the
+        encoder cache."""
         if self._limits.images is None:
             if output.items_to_encode:
                 raise InvalidStepError("items_to_encode: this worker reads no images")
             return output
         images = self._encoded.encode(output.items_to_encode)
         self._encoded.check(chunks)
-        ahead = self._encoded.ahead(chunks, self.sequences)
+        ahead = self._encoded.ahead(output.items_ahead)
         return replace(output, images=images, images_ahead=ahead) if images or ahead else output
 
     def follows_unseen(self, output: SchedulerOutput) -> bool:

@@ -261,10 +261,12 @@ class SchedulerOutput:
     items_to_encode: tuple[EncoderItem, ...] = ()
     dropped_embeddings: tuple[EncoderItem, ...] = ()
     """Encoded images that the worker drops before it encodes others."""
+    items_ahead: tuple[EncoderItem, ...] = ()
+    """Images that the worker prepares for later steps."""
     images: tuple[ImageToEncode, ...] = ()
     """The images of `items_to_encode`, which the session adds."""
     images_ahead: tuple[ImageToEncode, ...] = ()
-    """Images that the next steps are likely to encode, which the session adds."""
+    """The images of `items_ahead`, which the session adds, without those that it lacks or has encoded."""
 
     @property
     def moves_blocks(self) -> bool:
@@ -330,4 +332,4 @@ class ModelOutput:
     failed_items: list[EncoderItem] = field(default_factory=list)
     """Images of `items_to_encode` that could not be decoded."""
     prepared_items: list[EncoderItem] = field(default_factory=list)
-    """Images that a later step can encode without a delay."""
+    """The images ahead that a later step can encode without a delay."""

@@ -5,9 +5,9 @@ their own). An image is encoded in the step whose chunk first needs it. A chunk 
 worker's cache has no room or the step no budget.
 
 Encoding takes up to seconds, for which every sequence of the step would wait. So a worker that can (`prepares_images`)
-prepares in the background what its sequences need next, and reports it. A chunk ends before an image that is not
-prepared, and only a step that would compute nothing else waits for one. The first token of a sequence is the exception:
-the worker knows the images of a sequence from its first step on.
+prepares in the background what running sequences need next, and reports it. A chunk ends before an image that is not
+prepared. If nothing else can be computed, a step without chunks asks for the next report. The first token of a sequence
+is the exception: the worker knows the images of a sequence from its first step on.
 
 A sequence that has touched an image uses it until all of its tokens are computed. A used image is never dropped, so the
 sequence can always compute to the end of the image without further room. Unused images are kept, and the least recently
@@ -23,12 +23,12 @@ from dataclasses import astuple, dataclass
 
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.groups.prompt_item import EncoderItem, Items, PromptItem, items_between
-from scheduler_service.core.groups.sequence import Sequence
+from scheduler_service.core.groups.sequence import Sequence, SequenceGroup
 from scheduler_service.core.groups.sequence_status import SequenceStatus
 from scheduler_service.core.outputs import SchedulerOutput
 
-MAX_PREPARED = 65_536
-"""Reports of prepared images that are remembered."""
+MAX_AHEAD = 4
+"""Images that a worker prepares at the same time. Each takes memory for its pixels."""
 
 
 @dataclass(slots=True)
@@ -61,25 +61,23 @@ class EncoderCache:
         self.encoded: list[EncoderItem] = []
         self.dropped: list[EncoderItem] = []
         self.counts = EncoderCounts()
-        self._prepared: OrderedDict[EncoderItem, None] = OrderedDict()
+        self._ahead: frozenset[EncoderItem] = frozenset()  # in the last step
+        self._prepared: frozenset[EncoderItem] = frozenset()
         self._prepares = config.prepares_images
         self.waits = False
         """True if a chunk may contain an image that the worker has not reported as prepared."""
-        self.holds_back = False
-        """True if a chunk of this step ended before an image that the worker has not reported."""
 
     # ---- planning
 
     def prepared(self, names: Iterable[EncoderItem]) -> None:
-        """Note what the worker has prepared. The worker may lose it again: a step that needs it then waits."""
-        for name in names:
-            self._prepared[name] = None
-            if len(self._prepared) > MAX_PREPARED:
-                self._prepared.popitem(last=False)
+        """Note all that the worker has prepared. It forgets what the last step does not name."""
+        self._prepared = self._ahead.intersection(names)
+
+    def are_prepared(self, names: Iterable[EncoderItem]) -> bool:
+        return self._prepared.issuperset(names)
 
     def settle(self) -> None:
         """Before a step is planned, stop using the images whose tokens are computed."""
-        self.holds_back = False
         for sequence, used in [*self.users.items()]:
             for name, item in [*used.items()]:
                 if _has_computed(sequence, item):
@@ -98,7 +96,6 @@ class EncoderCache:
                 return max(0, item.start - start)
             is_prepared = not self._prepares or self.waits or name in self._prepared
             if is_new and not is_prepared and not (is_first and item.start <= start):
-                self.holds_back = True
                 return max(0, item.start - start)
             own.add(name)
             room -= number
@@ -165,7 +162,6 @@ class EncoderCache:
                 self._kept.move_to_end(name)
                 continue
             self._kept[name] = number = self._planned.pop(name)
-            self._prepared.pop(name, None)
             self._num_kept += number
             self.counts.num_encoded += 1
             self.counts.num_encoded_tokens += number
@@ -182,6 +178,21 @@ class EncoderCache:
         output.num_encoded_tokens = sum([self._kept[name] for name in self.encoded])
         output.items_to_encode, self.encoded = self.encoded, []
         output.dropped_embeddings, self.dropped = self.dropped, []
+
+    def ahead(self, groups: Iterable[SequenceGroup]) -> list[EncoderItem]:
+        """After a step's chunks are written: the first images that running groups, in their order, need next."""
+        found: dict[EncoderItem, None] = {}
+        for sequence in [sequence for group in groups if group.images for sequence in group.live if sequence.is_known]:
+            for item in items_between(sequence.group.images, sequence.num_computed_tokens, sequence.num_prompt_tokens):
+                if item.encoder_item not in self._kept and len(found) < MAX_AHEAD:
+                    found[item.encoder_item] = None
+                break
+        return [*found]
+
+    def told(self, ahead: Iterable[EncoderItem]) -> None:
+        """Note what the worker prepares from this step on."""
+        self._ahead = frozenset(ahead)
+        self._prepared &= self._ahead
 
     def fail(self, names: Iterable[EncoderItem]) -> None:
         """Drop images that the worker could not decode. The worker keeps their room until it is told."""

@@ -17,6 +17,7 @@ class StepWriter:
         self._items = session.items
         self._encoder_cache = session.encoder_cache
         self._in_flight = session.in_flight
+        self._prepares_images = session.config.prepares_images
         self._step_id = 0
 
     def write_nothing(self, step: Step | None = None) -> SchedulerOutput:
@@ -54,9 +55,21 @@ class StepWriter:
             output.dropped_items = self._items.take_dropped()
             if self._encoder_cache.encoded or self._encoder_cache.dropped:
                 self._encoder_cache.written(output)
+        if self._prepares_images:
+            self._write_images_ahead(step, output)
+        if not output.is_empty:
             self._step_id += 1
             self._in_flight.outputs.append(output)
         return output
+
+    def _write_images_ahead(self, step: Step, output: SchedulerOutput) -> None:
+        """A step that would be empty is sent for its answer, if an image is not prepared and no other answer will
+        come. In a repeated plan, no sequence needs an image."""
+        cache, is_repeated = self._encoder_cache, step.steady and not step.chunks
+        ahead = [] if is_repeated else cache.ahead(self._groups.running)
+        if not output.is_empty or not (self._in_flight.outputs or cache.are_prepared(ahead)):
+            output.images_ahead = ahead
+            cache.told(ahead)
 
     def _write_steady(self, step: Step, output: SchedulerOutput) -> None:
         for sequence in step.needy:

@@ -200,7 +200,7 @@ def scheduler_config(
         max_num_encoder_tokens=info.max_num_encoder_tokens,
         encoder_cache_size=info.encoder_cache_size,
         encoder_budget=info.encoder_budget,
-        prepares_images="prepared-images" in info.features,
+        prepares_images="images-ahead" in info.features,
     )
     if info.max_encoder_len and max_sequence_tokens(info) < 2:
         raise ValueError(f"the worker has {info.num_device_blocks} blocks; one request's encoder input fills them all")

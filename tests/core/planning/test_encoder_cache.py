@@ -163,13 +163,32 @@ def test_tokens_of_an_image_wait_until_the_worker_has_prepared_it_and_other_sequ
     assert worker.encoder.num_encoded == 2
 
 
-def test_a_step_that_would_be_empty_waits_for_an_image_that_is_not_prepared() -> None:
-    scheduler, worker = scheduler_with(20, prepares_images=True)
-    worker.config = scheduler_with(20)[0].config  # which reports nothing
+def test_a_step_without_chunks_asks_for_a_report_if_nothing_can_be_computed_and_delays_no_arriving_request() -> None:
+    scheduler, _ = scheduler_with(20, prepares_images=True)
     for name in "pq":
         scheduler.add_request(with_images(name, (name, 2, 4)))
-    plans = [plan(step(scheduler, worker)) for _ in range(4)]
-    assert plans == [{"p": [2], "q": [2]}, {"p": [18]}, {"p": [1]}, {"p": [1]}]
+    output = scheduler.schedule()
+    assert (plan(output), output.images_ahead) == ({"p": [2], "q": [2]}, names(("p", 2, 4), ("q", 2, 4)))
+    assert scheduler.schedule().is_empty, "a further step asks, although an answer will come"
+    scheduler.update_from_output(output, ModelOutput(1, []))
+    asks = scheduler.schedule()
+    assert (plan(asks), asks.is_empty, asks.images_ahead) == ({}, False, output.images_ahead)
+    scheduler.add_request(make_group("text", 3))
+    assert plan(scheduler.schedule()) == {"text": [3]}
+    scheduler.update_from_output(asks, ModelOutput(2, [], prepared_items=names(("q", 2, 4))))
+    output = scheduler.schedule()
+    assert ("q" in plan(output), "p" in plan(output), output.images_ahead) == (True, False, names(("p", 2, 4)))
+
+
+def test_what_the_worker_has_prepared_for_an_ended_request_is_not_counted_on() -> None:
+    scheduler, _ = scheduler_with(20, prepares_images=True)
+    scheduler.add_request(with_images("ends", A))
+    output = scheduler.schedule()
+    scheduler.update_from_output(output, ModelOutput(1, [], prepared_items=names(A)))
+    scheduler.finish_requests(["ends"], SequenceStatus.FINISHED_ABORTED)
+    assert scheduler.schedule().finished
+    scheduler.add_request(with_images("next", A))
+    assert plan(scheduler.schedule()) == {"next": [2]}
 
 
 def test_the_time_to_encode_an_image_does_not_count_as_a_worker_that_is_slow() -> None:

@@ -58,6 +58,11 @@ def test_a_file_that_is_no_image_raises_in_the_thread_that_needs_it() -> None:
             processing.take(image(0))
 
 
+def output(step_id: int, **options: object) -> SchedulerOutput:
+    """A step that has sequences."""
+    return SchedulerOutput(1, step_id, sequence_ids=(1,), **options)  # type: ignore[arg-type]
+
+
 class Tower:
     def encode(self, pixels: Pixels) -> ImageEmbeddings:
         return ImageEmbeddings(pixels["pixel_values"])
@@ -66,21 +71,20 @@ class Tower:
 def test_a_step_of_many_images_reads_each_once() -> None:
     processing = ImageProcessing(reader := Reader())
     images = tuple(image(1 + n // 2, n % 2)._replace(num_embeddings=2) for n in range(8 * MAX_KEPT))
-    assert ImageEncoder(Tower(), processing, 0).encode(SchedulerOutput(1, 1, images=images)).failed == []
+    assert ImageEncoder(Tower(), processing, 0).encode(output(1, images=images)).failed == []
     assert reader.read == [bytes([1 + n]) for n in range(4 * MAX_KEPT)]
 
 
-def test_images_that_later_steps_need_are_encoded_meanwhile_and_reported_once() -> None:
+def test_images_that_later_steps_need_are_encoded_meanwhile_and_reported() -> None:
     encoder = ImageEncoder(Tower(), ImageProcessing(reader := Reader()), 0)
     ahead = tuple(image(number)._replace(num_embeddings=2) for number in (1, 2))
-    encoder.encode(SchedulerOutput(1, 1, images_ahead=ahead))
+    encoder.encode(output(1, images_ahead=ahead))
     for job in encoder._jobs.values():
         job.result()
-    reported = [encoder.encode(SchedulerOutput(1, step, images_ahead=ahead)).prepared for step in (2, 3)]
-    assert reported == [[one.item for one in ahead], []]
-    found = encoder.encode(SchedulerOutput(1, 4, images=ahead[:1], images_ahead=ahead[1:]))
-    assert (found.failed, found.prepared, reader.read) == ([], [], [b"\1", b"\2"])
-    encoder.encode(SchedulerOutput(1, 5))
+    assert {*encoder.encode(output(2, images_ahead=ahead)).prepared} == {one.item for one in ahead}
+    found = encoder.encode(output(3, images=ahead[:1], images_ahead=ahead[1:]))
+    assert (found.failed, found.prepared, reader.read) == ([], [ahead[1].item], [b"\1", b"\2"])
+    encoder.encode(output(4))
     assert not encoder._jobs, "an image that no sequence needs any more is kept"
 
 
@@ -95,10 +99,35 @@ def test_a_step_does_not_wait_for_images_of_later_steps() -> None:
 
     encoder = ImageEncoder(SlowTower(), ImageProcessing(Reader()), 0)
     ahead = tuple(image(number)._replace(num_embeddings=2) for number in range(1, 9))
-    assert encoder.encode(SchedulerOutput(1, 1, images_ahead=ahead)).prepared == []
+    assert encoder.encode(output(1, images_ahead=ahead)).prepared == []
     assert begun.wait(60)
     assert len(encoder._jobs) == MAX_AHEAD
     goes_on.set()
-    last = encoder.encode(SchedulerOutput(1, 2, images=ahead[7:], images_ahead=ahead[:7]))
+    last = encoder.encode(output(2, images=ahead[7:], images_ahead=ahead[:7]))
     assert last.failed == []
     assert [*encoder._held] == [ahead[7].item]
+
+
+def test_a_step_without_sequences_is_answered_when_an_image_is_prepared_or_another_step_was_received(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("worker_service.execution.images.image_encoder.REPORT_SECONDS", 60)
+    begun, goes_on = Event(), Event()
+
+    class SlowTower(Tower):
+        def encode(self, pixels: Pixels) -> ImageEmbeddings:
+            begun.set()
+            assert goes_on.wait(60)
+            return super().encode(pixels)
+
+    encoder = ImageEncoder(SlowTower(), ImageProcessing(Reader()), 0)
+    ahead = (image(1)._replace(num_embeddings=2),)
+    with ThreadPoolExecutor() as threads:
+        encoder.received(1, 1)
+        first = threads.submit(encoder.encode, SchedulerOutput(1, 1, images_ahead=ahead))
+        assert begun.wait(60)
+        encoder.received(1, 2)
+        assert first.result(30).prepared == []
+        second = threads.submit(encoder.encode, SchedulerOutput(1, 2, images_ahead=ahead))
+        goes_on.set()
+        assert second.result(30).prepared == [ahead[0].item]

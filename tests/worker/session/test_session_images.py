@@ -67,16 +67,16 @@ class Steps:
         return found
 
 
-def test_each_image_to_encode_comes_with_its_file_and_the_next_is_announced() -> None:
+def test_each_image_to_encode_or_to_prepare_comes_with_its_file() -> None:
     steps = Steps()
-    found = steps.step((1, 4), encode=[EncoderItem(DIGEST, 0)], new_sequences=(new(1),))
+    ahead = (EncoderItem(OTHER, 0), EncoderItem(DIGEST, 0), EncoderItem(DIGEST, 1))
+    found = steps.step((1, 4), encode=[EncoderItem(DIGEST, 0)], items_ahead=ahead, new_sequences=(new(1),))
     (image,) = found.images
     assert (image.data, image.width, image.height, image.num_tokens, image.num_embeddings) == (b"file", 3, 1, 3, 3)
-    assert [ahead.item.part for ahead in found.images_ahead] == [1]
+    assert [image.item for image in found.images_ahead] == [EncoderItem(DIGEST, 1)]
     assert steps.step((1, 1)).images == ()  # tokens of an image that is encoded already
     found = steps.step((1, 4), encode=[EncoderItem(DIGEST, 1)])
     assert [image.item.part for image in found.images] == [1]
-    assert not found.images_ahead
 
 
 def test_a_chunk_may_not_read_an_image_that_is_not_encoded() -> None:

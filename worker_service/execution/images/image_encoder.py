@@ -1,14 +1,15 @@
 """Encodes images, keeps their embeddings as long as the scheduler says, and finds the tokens of a step that they
 replace.
 
-Images that sequences need next are encoded in the background, in the order in which they were first needed. A step that
-encodes such an image takes the result, or waits for it."""
+Images that sequences need next are encoded in the background, in the order in which the scheduler named them first. A
+step that encodes such an image takes the result, or waits for it."""
 
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import islice
+from threading import Event
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -28,6 +29,9 @@ log = structlog.get_logger()
 
 MAX_AHEAD = 4
 """Images that are encoded before a step needs them."""
+REPORT_SECONDS = 0.1
+"""Seconds for which a step without sequences waits for a further image. A scheduler that sends no step before the
+answer to the last would let arriving requests wait for so long."""
 
 
 class Tower(Protocol):
@@ -43,14 +47,14 @@ class Encoded(NamedTuple):
     encode_us: int = 0
     """The time for which the step waited."""
     prepared: Sequence[EncoderItem] = ()
-    """Images that have been encoded ahead since the step before."""
+    """The images that have been encoded ahead."""
 
 
 NONE_ENCODED = Encoded()
 
 
 class ImageEncoder:
-    """Only the device thread calls these methods."""
+    """Only the device thread calls these methods, except `received`."""
 
     def __init__(self, tower: Tower, processing: ImageProcessing, image_token_id: int) -> None:
         self.processing = processing
@@ -60,7 +64,15 @@ class ImageEncoder:
         self._held: dict[EncoderItem, ImageEmbeddings | None] = {}
         self._thread = BackgroundThread("encoder")
         self._jobs: dict[EncoderItem, Future[ImageEmbeddings | None]] = {}
-        self._reported: set[EncoderItem] = set()
+        self._reported: frozenset[EncoderItem] = frozenset()
+        self._newest = (0, 0)
+        # Set when a step was received, or a job is done.
+        self._woken = Event()
+
+    def received(self, epoch: int, step_id: int) -> None:
+        """Note the newest step that this process has received. May be called by any thread."""
+        self._newest = epoch, step_id
+        self._woken.set()
 
     def encode(self, output: SchedulerOutput) -> Encoded:
         """Drop and encode what the step says, and begin what later steps need. Parts are encoded one by one, so that
@@ -79,9 +91,25 @@ class ImageEncoder:
             self._stop(image.item)
             if found is None:
                 failed.append(image.item)
-        prepared = [item for item, job in self._jobs.items() if job.done() and item not in self._reported]
-        self._reported.update(prepared)
-        return Encoded(failed, round((time.perf_counter() - began) * 1e6) if output.images else 0, prepared)
+        if waits := not output.sequence_ids:
+            self._wait(output, began + REPORT_SECONDS)
+        self._reported = self._prepared()
+        waited = time.perf_counter() - began if output.images or waits else 0.0
+        return Encoded(failed, round(waited * 1e6), [*self._reported])
+
+    def _prepared(self) -> frozenset[EncoderItem]:
+        return frozenset(item for item, job in self._jobs.items() if job.done())
+
+    def _wait(self, output: SchedulerOutput, until: float) -> None:
+        """Wait for an image that was not reported, while this step is the newest received and images are missing."""
+        is_woken = True
+        while is_woken:
+            self._woken.clear()
+            prepared = self._prepared()
+            is_missing = prepared <= self._reported and len(prepared) < len(self._jobs)
+            if not is_missing or self._newest != (output.epoch, output.step_id):
+                return
+            is_woken = self._woken.wait(max(0.0, until - time.perf_counter()))
 
     def _begin(self, output: SchedulerOutput) -> None:
         """Begin to encode the step's images, then those of later steps, and stop what no sequence needs any more."""
@@ -94,10 +122,10 @@ class ImageEncoder:
             if item not in self._jobs:
                 self.processing.look_ahead([image])
                 self._jobs[item] = self._thread.submit(partial(self._encode, image))
+                self._jobs[item].add_done_callback(lambda _: self._woken.set())
 
     def _stop(self, item: EncoderItem) -> None:
         self._jobs.pop(item).cancel()
-        self._reported.discard(item)
 
     def _stop_all(self) -> None:
         for item in [*self._jobs]:

@@ -187,7 +187,7 @@ class GeneratorLoader(Loader):
         if self._forms is not None:
             features.append("forms")
         if self.target.images is not None:
-            features.append("prepared-images")
+            features.append("images-ahead")
         if (speculation := self.settings.speculation) is not None:
             features.append(f"speculate:{speculation.method}")
         return tuple(features)

@@ -102,6 +102,7 @@ def decode_scheduler_output(message: pb.SchedulerOutput, limits: Limits) -> Sche
         num_draft_tokens=num_draft_tokens,
         items_to_encode=decode_encoder_items(message.items_to_encode),
         dropped_embeddings=decode_encoder_items(message.dropped_embeddings),
+        items_ahead=decode_encoder_items(message.images_ahead),
     )
 
 
