@@ -78,8 +78,8 @@ class SchedulerOutput:
     """Tokens of these images."""
     dropped_embeddings: SequenceOf[EncoderItem] = ()
     """Encoded images that the worker drops before it encodes others."""
-    images_ahead: SequenceOf[EncoderItem] = ()
-    """Images that the worker prepares for later steps, the most urgent first."""
+    images_ahead: dict[EncoderItem, SequenceGroup] = field(default_factory=dict)
+    """Images that the worker prepares for later steps, the most urgent first, each with a group that needs it."""
     ignored: list[SequenceGroup] = field(default_factory=list)
     placements: list[Placement] = field(default_factory=list)
     """Waiting groups that this step admits, or leaves to other workers, whose next steps should be planned now."""
@@ -99,9 +99,10 @@ class SchedulerOutput:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is computed, copied or awaited, and no sequence has left the worker."""
+        """Whether nothing is computed, copied or awaited, and no sequence is new to the worker or has left it."""
         swaps = self.blocks_to_swap_out or self.blocks_to_swap_in
-        return not (self.scheduled or self.finished or self.preempted or swaps or self.images_ahead)
+        others = self.new_sequences or self.forks or self.images_ahead
+        return not (self.scheduled or self.finished or self.preempted or swaps or others)
 
     @property
     def times_images(self) -> bool:

@@ -155,7 +155,7 @@ class Scheduler:
             self._swapped.schedule(step, are_behind=True)
         if self._admission.is_time(step.now):
             self._admission.schedule(step)
-        if step.chunks:
+        if step.num_tokens:
             step.prompts_began = step.now
             return
         self._running.schedule(ready, step)
@@ -173,7 +173,9 @@ class Scheduler:
         for sequence in step.needy:
             step.state_copies += self.blocks.states.keep(sequence)
         for chunk in itertools.chain.from_iterable(step.chunks.values()):
-            if not any(target in self.blocks.states.blocks_of(chunk.sequence) for _, target in chunk.copies):
+            if chunk.num_tokens and not any(
+                target in self.blocks.states.blocks_of(chunk.sequence) for _, target in chunk.copies
+            ):
                 step.state_copies += self.blocks.states.keep(chunk.sequence)
 
     # ---- calls that change the scheduler

@@ -46,12 +46,12 @@ class SlowImages:
         begun = [image for sequence in sequences for image in sequence.begun if sequence.computed < image.stop]
         return {image.name: image.num_tokens for image in begun + self.planned()}
 
-    def fits(self, group: "SlowGroup", start: int, stop: int, is_first: bool) -> bool:
+    def fits(self, group: "SlowGroup", start: int, stop: int) -> bool:
         """True if the step has room for these tokens, and need not wait for an image."""
         images = self.touched(group, start, stop)
         if self.scheduler.config.prepares_images:
             known = {*self.kept, *self.used(), *self.prepared}
-            if any(image.name not in known and not (is_first and image.start <= start) for image in images):
+            if any(image.name not in known for image in images):
                 return False
         touched = {image.name: image.num_tokens for image in images}
         used = self.used() | touched
@@ -59,11 +59,11 @@ class SlowImages:
         new = {name: num_tokens for name, num_tokens in new.items() if name not in self.kept}
         return sum(used.values()) <= self.size and (len(new) <= 1 or sum(new.values()) <= self.budget)
 
-    def reach(self, group: "SlowGroup", start: int, most: int, *, is_first: bool = False) -> int:
+    def reach(self, group: "SlowGroup", start: int, most: int) -> int:
         """The most tokens after `start` that the step can compute, too."""
         if not group.images:
             return most
-        return max(n for n in range(most + 1) if self.fits(group, start, start + n, is_first))
+        return max(n for n in range(most + 1) if self.fits(group, start, start + n))
 
     def write(self) -> tuple[list[EncoderItem], list[EncoderItem]]:
         """What the step encodes, and what is dropped."""

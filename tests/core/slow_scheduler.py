@@ -124,7 +124,7 @@ class SlowScheduler(SlowBlocks):
                 self.resume("prompts")
             if self.may_admit(now):
                 self.admit()
-            if self.plan:
+            if any(num_tokens for _, num_tokens, _ in self.plan):
                 began = now
             else:
                 self.grow_all(ready)
@@ -138,7 +138,7 @@ class SlowScheduler(SlowBlocks):
         num_kept = 0
         if self.has_states:
             self.release_known()
-            for sequence, _, _ in self.plan:
+            for sequence in [sequence for sequence, num_tokens, _ in self.plan if num_tokens]:
                 num_kept += self.keep_states(sequence) if sequence not in self.has_copied_states else 0
         self.num_kept = num_kept
         self.adapters.tried |= to_try
@@ -201,8 +201,9 @@ class SlowScheduler(SlowBlocks):
         are_apart = self.config.phase_rule is PhaseRule.SEPARATE and catching_up  # none decodes among those
         for sequence in catching_up if are_apart else group.live:
             num_tokens = min(self.most_at_first(sequence, [s for s, _ in chunks]), left)
-            num_tokens = self.images.reach(group, sequence.computed, num_tokens, is_first=not sequence.is_known)
-            if num_tokens and sequence.device is not None and (sequence.is_table_known or bytes_left > 0):
+            num_tokens = self.images.reach(group, sequence.computed, num_tokens)
+            is_told = num_tokens or (group.images and not sequence.is_known)
+            if is_told and sequence.device is not None and (sequence.is_table_known or bytes_left > 0):
                 chunks.append((sequence, num_tokens))
                 left -= num_tokens
                 bytes_left -= self.bytes_to_tell(sequence, num_tokens)
@@ -297,7 +298,7 @@ class SlowScheduler(SlowBlocks):
         num_reserved = self.num_reserved if rest else 0
         if not self.tokens_left_without(victims):
             return False
-        if not (self.can_encode(group) and self.can_read(group)):
+        if not self.can_encode(group):
             return False
         return needed + num_reserved <= self.config.num_device_blocks - len(held) and self.has_slots(group, rest)
 
@@ -305,18 +306,13 @@ class SlowScheduler(SlowBlocks):
         """Whether the step has room for the encoder's input, unless it is cached."""
         return bool(self.cached_encoder(group)) or len(group.encoder_tokens) <= self.encoder_tokens_left
 
-    def can_read(self, group: SlowGroup) -> bool:
-        """Whether the step can compute the first token that is not cached."""
-        num_cached = self.cached(group.live[0])[0] * self.config.block_size
-        return self.images.reach(group, num_cached, 1, is_first=True) > 0
-
     def tokens_left_without(self, victims: list[SlowGroup]) -> int:
         others = [n for sequence, n, _ in self.plan if sequence.group not in victims and not sequence.is_encoder]
         return self.config.max_num_batched_tokens - sum(others)
 
     def make_room(self, group: SlowGroup) -> bool:
         victims: list[SlowGroup] = []
-        if not (self.adapters.has(group.lora) and self.can_encode(group) and self.can_read(group)):
+        if not (self.adapters.has(group.lora) and self.can_encode(group)):
             return False
         while not self.fits(group, victims):
             rest = [other for other in self.running if other not in victims]
@@ -479,12 +475,15 @@ class SlowScheduler(SlowBlocks):
             self.end(sequence, SequenceStatus.FINISHED_IGNORED)
 
     def write(self, began: float | None) -> SlowStep:
-        chunks, rooms = [], self.rooms
+        chunks, rooms, tells = [], self.rooms, False
         encoded, dropped = self.images.write()
         for sequence, num_tokens, _ in self.plan:
             samples = num_tokens >= sequence.uncomputed and not sequence.is_encoder
             num_tokens += rooms.get(sequence, 0)
             sequence.num_drafted += rooms.get(sequence, 0)
+            if not num_tokens:  # the worker is told of it
+                sequence.is_known = sequence.is_table_known = tells = True
+                continue
             chunks.append((sequence, num_tokens, samples, sequence.num_lives))
             sequence.computed += num_tokens
             for told in (sequence, sequence.group.encoder):
@@ -499,7 +498,7 @@ class SlowScheduler(SlowBlocks):
                         self.fork(sequence, follower, min(num_shared, len(follower.token_ids) - 1))
                         self.images.forked(sequence, follower)
                         follower.num_parents_tokens = len(sequence.group.prompt)
-        is_empty = not (chunks or self.ended or self.preempted or self.num_swapped_out or self.num_swapped_in)
+        is_empty = not (chunks or tells or self.ended or self.preempted or self.num_swapped_out or self.num_swapped_in)
         ahead = self.images.ahead(is_empty) if self.config.prepares_images else []
         is_empty = is_empty and not ahead
         self.num_in_flight += not is_empty

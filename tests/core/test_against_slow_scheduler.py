@@ -123,6 +123,7 @@ class Both:
     def schedule(self, now: float) -> tuple[SchedulerOutput, SlowStep]:
         output, step = self.fast.schedule(now), self.slow.schedule(now)
         scheduled = [sequence for sequence, _, _ in output.scheduled]
+        scheduled += [new.sequence for new in output.new_sequences] + [fork.child for fork in output.forks]
         scheduled += [sequence.group.encoder for sequence in scheduled if sequence.group.encoder]
         self.sequences |= {sequence.id: sequence for sequence in scheduled}
         decisions = {
@@ -257,6 +258,8 @@ class Both:
 @example(73633789, [i in (4, 6) for i in range(18)], False, False, False)
 # Groups of layers without a window, which share more of a prompt than followers of a window could.
 @example(2965593632, [i in (11, 13, 14) for i in range(18)], False, True, False)
+# A group whose first token is within an image, for which there is no room.
+@example(3834118, [i in (4, 16) for i in range(18)], True, True, True)
 # A group is swapped out while it has tokens of an image to compute.
 @example(341602084, [i in (1, 11, 15) for i in range(18)], False, False, True)
 def test_every_decision_is_that_of_the_slow_scheduler(

@@ -6,8 +6,7 @@ worker's cache has no room or the step no budget.
 
 Encoding takes up to seconds, for which every sequence of the step would wait. So a worker that can (`prepares_images`)
 prepares in the background what running sequences need next, and reports it. A chunk ends before an image that is not
-prepared. If nothing else can be computed, a step without chunks asks for the next report. The first token of a sequence
-is the exception: the worker knows the images of a sequence from its first step on.
+prepared, also before its first token. If nothing can be computed, a step without chunks asks for the next report.
 
 A sequence that has touched an image uses it until all of its tokens are computed. A used image is never dropped, so the
 sequence can always compute to the end of the image without further room. Unused images are kept, and the least recently
@@ -83,9 +82,8 @@ class EncoderCache:
                 if _has_computed(sequence, item):
                     self._stop_using(sequence, name)
 
-    def reach(self, images: Items, start: int, num_tokens: int, *, is_first: bool = False) -> int:
-        """How many of the `num_tokens` tokens after the first `start` a chunk can have in the planned step. `is_first`:
-        it is the sequence's first chunk on this worker."""
+    def reach(self, images: Items, start: int, num_tokens: int) -> int:
+        """How many of the `num_tokens` tokens after the first `start` a chunk can have in the planned step."""
         room, num_planned, own = self._size - self._num_used, sum(self._planned.values()), set[EncoderItem]()
         for item in items_between(images, start, start + num_tokens):
             name, number = item.encoder_item, item.num_embeddings
@@ -95,7 +93,7 @@ class EncoderCache:
             if number > room or (is_new and num_planned and num_planned + number > self._budget):
                 return max(0, item.start - start)
             is_prepared = not self._prepares or self.waits or name in self._prepared
-            if is_new and not is_prepared and not (is_first and item.start <= start):
+            if is_new and not is_prepared:
                 return max(0, item.start - start)
             own.add(name)
             room -= number
@@ -179,15 +177,15 @@ class EncoderCache:
         output.items_to_encode, self.encoded = self.encoded, []
         output.dropped_embeddings, self.dropped = self.dropped, []
 
-    def ahead(self, groups: Iterable[SequenceGroup]) -> list[EncoderItem]:
+    def ahead(self, groups: Iterable[SequenceGroup]) -> dict[EncoderItem, SequenceGroup]:
         """After a step's chunks are written: the first images that running groups, in their order, need next."""
-        found: dict[EncoderItem, None] = {}
+        found: dict[EncoderItem, SequenceGroup] = {}
         for sequence in [sequence for group in groups if group.images for sequence in group.live if sequence.is_known]:
             for item in items_between(sequence.group.images, sequence.num_computed_tokens, sequence.num_prompt_tokens):
                 if item.encoder_item not in self._kept and len(found) < MAX_AHEAD:
-                    found[item.encoder_item] = None
+                    found.setdefault(item.encoder_item, sequence.group)
                 break
-        return [*found]
+        return found
 
     def told(self, ahead: Iterable[EncoderItem]) -> None:
         """Note what the worker prepares from this step on."""

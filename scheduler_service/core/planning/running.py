@@ -39,7 +39,7 @@ class ChunkSizes:
 
         Each long chunk has at most half as many tokens as the long chunk before, to leave room for short chunks. A
         follower has no chunk before its leader's prompt is computed. The encoder's input comes first, and is never
-        divided.
+        divided. A chunk without tokens tells the worker of a sequence whose first token needs an image.
         """
         num_tokens_left, num_bytes_left, num_long = step.budget.num_tokens, step.budget.num_bytes, step.num_long
         chunks: list[Chunk] = []
@@ -63,9 +63,9 @@ class ChunkSizes:
             elif num_tokens > num_tokens_left:
                 continue
             if group.images:
-                start, is_first = sequence.num_computed_tokens, not sequence.is_known
-                num_tokens = self._encoder_cache.reach(group.images, start, num_tokens, is_first=is_first)
-            if num_tokens and sequence.id in self._blocks.tables:
+                num_tokens = self._encoder_cache.reach(group.images, sequence.num_computed_tokens, num_tokens)
+            is_told = bool(num_tokens or (group.images and not sequence.is_known))
+            if is_told and sequence.id in self._blocks.tables:
                 num_bytes = 0
                 if not self._blocks.is_told(sequence):
                     if num_bytes_left <= 0:
@@ -81,7 +81,7 @@ class ChunkSizes:
 
     def planned(self, chunk: Chunk) -> None:
         """Use the images that a chunk touches. Call this again if the chunk is extended."""
-        if chunk.sequence.group.images and not chunk.sequence.is_encoder:
+        if chunk.num_tokens and chunk.sequence.group.images and not chunk.sequence.is_encoder:
             self._encoder_cache.use(chunk.sequence, chunk.num_tokens)
 
     def extended(self, chunk: Chunk, num_tokens: int) -> int:

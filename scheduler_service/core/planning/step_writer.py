@@ -66,7 +66,7 @@ class StepWriter:
         """A step that would be empty is sent for its answer, if an image is not prepared and no other answer will
         come. In a repeated plan, no sequence needs an image."""
         cache, is_repeated = self._encoder_cache, step.steady and not step.chunks
-        ahead = [] if is_repeated else cache.ahead(self._groups.running)
+        ahead = {} if is_repeated else cache.ahead(self._groups.running)
         if not output.is_empty or not (self._in_flight.outputs or cache.are_prepared(ahead)):
             output.images_ahead = ahead
             cache.told(ahead)
@@ -100,6 +100,10 @@ class StepWriter:
                     scheduled.append(ScheduledSequence(sequence, num_tokens, False))
                     self._write_table(sequence, output)
                     sequence.num_computed_tokens += num_tokens
+                    continue
+                if not num_tokens:
+                    output.blocks_to_copy += chunk.copies
+                    self._write_table(sequence, output)
                     continue
                 num_uncomputed = sequence.num_uncomputed_tokens
                 room = step.rooms.get(sequence, 0)

@@ -56,7 +56,6 @@ class WaitingPlanner:
         self._blocks = session.blocks
         self._groups = session.groups
         self._adapters = session.adapters
-        self._encoder_cache = session.encoder_cache
         self._in_flight = session.in_flight
         self._chunk_sizes = chunk_sizes
         self._preemption = preemption
@@ -89,7 +88,7 @@ class WaitingPlanner:
             return AllocStatus.LATER
         if self._config.is_encoder and len(group.prompt_token_ids) > budget.num_tokens:
             return AllocStatus.LATER  # an encoder model computes a prompt in one step
-        if not self._has_encoder_tokens(group, budget) or not self._can_read(group):
+        if not self._has_encoder_tokens(group, budget):
             return AllocStatus.LATER
         return self._blocks.can_allocate(group, leave_watermark=bool(self._groups.running))
 
@@ -104,13 +103,6 @@ class WaitingPlanner:
     def _has_encoder_tokens(self, group: SequenceGroup, budget: SchedulingBudget) -> bool:
         """Whether the budget has the group's encoder tokens, or the encoder's input is cached."""
         return group.num_encoder_tokens <= budget.num_encoder_tokens or self._blocks.cache.has_encoded(group)
-
-    def _can_read(self, group: SequenceGroup) -> bool:
-        """Whether the step can encode the image that a waiting group's first token needs, if any."""
-        if not group.images:
-            return True
-        num_cached = self._blocks.cache.cached(group.live[0]).num_tokens
-        return self._encoder_cache.reach(group.images, num_cached, 1, is_first=True) > 0
 
     def is_time(self, now: float) -> bool:
         """Whether the oldest waiting group has waited long enough for further prompts to join its step."""
@@ -225,7 +217,7 @@ class WaitingPlanner:
         """Groups of an encoder model are never preempted, because they end after one step."""
         if self._config.is_encoder or not self._adapters.holds(group.adapter_id) or not self.could_make_room(group):
             return False
-        return self._has_encoder_tokens(group, step.budget) and self._can_read(group)
+        return self._has_encoder_tokens(group, step.budget)
 
     # ---- choices between workers
 

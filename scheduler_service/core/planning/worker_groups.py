@@ -80,8 +80,8 @@ class StepsInFlight:
 
 
 def groups_in(output: SchedulerOutput) -> dict[SequenceGroup, None]:
-    """The groups that compute tokens in a step, even if they have left the worker since."""
-    return dict.fromkeys(sequence.group for sequence, _, _ in output.scheduled)
+    """The groups that compute tokens in a step or have an image prepared, even if they have left the worker since."""
+    return dict.fromkeys([*(sequence.group for sequence, _, _ in output.scheduled), *output.images_ahead.values()])
 
 
 class WorkerGroups:

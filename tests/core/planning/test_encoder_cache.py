@@ -168,7 +168,7 @@ def test_a_step_without_chunks_asks_for_a_report_if_nothing_can_be_computed_and_
     for name in "pq":
         scheduler.add_request(with_images(name, (name, 2, 4)))
     output = scheduler.schedule()
-    assert (plan(output), output.images_ahead) == ({"p": [2], "q": [2]}, names(("p", 2, 4), ("q", 2, 4)))
+    assert (plan(output), [*output.images_ahead]) == ({"p": [2], "q": [2]}, names(("p", 2, 4), ("q", 2, 4)))
     assert scheduler.schedule().is_empty, "a further step asks, although an answer will come"
     scheduler.update_from_output(output, ModelOutput(1, []))
     asks = scheduler.schedule()
@@ -177,7 +177,7 @@ def test_a_step_without_chunks_asks_for_a_report_if_nothing_can_be_computed_and_
     assert plan(scheduler.schedule()) == {"text": [3]}
     scheduler.update_from_output(asks, ModelOutput(2, [], prepared_items=names(("q", 2, 4))))
     output = scheduler.schedule()
-    assert ("q" in plan(output), "p" in plan(output), output.images_ahead) == (True, False, names(("p", 2, 4)))
+    assert ("q" in plan(output), "p" in plan(output), [*output.images_ahead]) == (True, False, names(("p", 2, 4)))
 
 
 def test_what_the_worker_has_prepared_for_an_ended_request_is_not_counted_on() -> None:
@@ -189,6 +189,28 @@ def test_what_the_worker_has_prepared_for_an_ended_request_is_not_counted_on() -
     assert scheduler.schedule().finished
     scheduler.add_request(with_images("next", A))
     assert plan(scheduler.schedule()) == {"next": [2]}
+
+
+def test_a_sequence_whose_first_token_needs_an_image_is_told_to_the_worker_and_later_requests_do_not_wait() -> None:
+    scheduler, _ = scheduler_with(20, prepares_images=True)
+    scheduler.add_request(with_images("first", ("a", 0, 4)))
+    scheduler.add_request(make_group("text", 3))
+    output = scheduler.schedule()
+    assert (plan(output), [*output.images_ahead]) == ({"text": [3]}, names(("a", 0, 4)))
+    assert [new.sequence.group.request_id for new in output.new_sequences] == ["first", "text"]
+    answer = ModelOutput(1, [7], prepared_items=names(("a", 0, 4)))
+    scheduler.update_from_output(output, answer)
+    output = scheduler.schedule()
+    assert (plan(output), output.items_to_encode) == ({"text": [1], "first": [20]}, names(("a", 0, 4)))
+    assert not output.new_sequences
+
+
+def test_a_worker_that_is_lost_while_it_prepares_an_image_counts_against_the_request() -> None:
+    scheduler, _ = scheduler_with(20, prepares_images=True)
+    scheduler.add_request(group := with_images("lost", ("a", 0, 4)))
+    assert not scheduler.schedule().is_empty
+    scheduler.release_all()
+    assert group.suspicion is not None
 
 
 def test_the_time_to_encode_an_image_does_not_count_as_a_worker_that_is_slow() -> None:
