@@ -1,4 +1,4 @@
-"""Reads images in a thread of its own, while the device computes."""
+"""Reads images ahead, and waits for the reader process in a thread of its own, while the device computes."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence

@@ -13,6 +13,7 @@ from pagewire_common.sounds.families import has_sounds, read_sound_layouts
 from pagewire_common.start_error import StartError
 from worker_service.execution.images.image_encoder import ImageEncoder
 from worker_service.execution.images.processing import ImageProcessing
+from worker_service.execution.images.reader_process import reader_process
 from worker_service.loading.checkpoint import Checkpoint
 from worker_service.models.config.text_part import has_images
 
@@ -84,7 +85,7 @@ class ImageNetwork:
         read = PixelReader(folder, config).read if isinstance(config, ImageConfig) else SoundReader(folder).read
         self.checkpoint.load_into(tower.checkpoint_tensors())
         tower.pack()
-        return ImageEncoder(tower, ImageProcessing(read), self.layouts.image_token_id)
+        return ImageEncoder(tower, ImageProcessing(reader_process().begin(read)), self.layouts.image_token_id)
 
     def cache_bytes(self, num_tokens: int, hidden_size: int) -> int:
         """Bytes of the embeddings of so many tokens."""
