@@ -526,8 +526,8 @@ class SlowBlocks:
             return num_back + self.num_new_blocks(chunks, back | others)
         return num_back + self.num_new_blocks(chunks, back)
 
-    def move(self, group: SlowGroup, *, to_host: bool) -> int:
-        """Returns the number of copied blocks: those with tokens that are not there already, each once."""
+    def move(self, group: SlowGroup, *, to_host: bool) -> list[Block]:
+        """Returns the targets of copied blocks: those with tokens that are not there already, each once."""
         source, target = ("device", "host") if to_host else ("host", "device")
         sequences = [sequence for sequence in group.live_and_encoder if getattr(sequence, source) is not None]
         for sequence in sequences:  # what is there is held before anything is given up for the rest
@@ -536,7 +536,7 @@ class SlowBlocks:
             found = [block for table in there for block in table]
             self.let_go[target] = [block for block in self.let_go[target] if block not in found]
         copy_of: dict[Block, Block] = {}
-        num_copies = 0
+        copies: list[Block] = []
         for number in range(len(self.layers)):
             for sequence in sequences:
                 if number >= len(getattr(sequence, source)):
@@ -549,7 +549,7 @@ class SlowBlocks:
                     if block and table[index] is None:
                         table[index] = copy_of[block] = self.new_block(target)
                         self.name(copy_of[block], block.key, target)
-                        num_copies += block in filled
+                        copies += [copy_of[block]] if block in filled else []
         for number in range(len(self.layers)):
             for sequence in sequences:
                 for table in getattr(sequence, source)[number : number + 1]:
@@ -557,4 +557,4 @@ class SlowBlocks:
         for sequence in sequences:
             setattr(sequence, source, None)
             sequence.is_table_known = False
-        return num_copies
+        return copies

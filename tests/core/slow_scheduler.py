@@ -102,6 +102,7 @@ class SlowScheduler(SlowBlocks):
         self.backlog: int | None = None
         self.lacking: list[str] = []
         self.num_swapped_out = self.num_swapped_in = 0
+        self.arriving: list[Block] = []  # which this step swaps in
         has_work = self.running or self.swapped or self.queue.groups or self.ended
         to_try = set(self.adapters.unused) if has_work else set()
         for group in self.running:
@@ -212,7 +213,7 @@ class SlowScheduler(SlowBlocks):
         return chunks
 
     def preempt(self, group: SlowGroup) -> None:
-        """Groups with blocks to be copied, or beams whose successors are awaited, cannot be swapped."""
+        """Groups with blocks to be filled by copies, or beams whose successors are awaited, cannot be swapped."""
         copies = sum(num_copies for sequence, _, num_copies in self.plan if sequence.group is group)
         for sequence, _, _ in self.plan:
             if sequence.group is group:  # what is not computed is not found
@@ -225,13 +226,15 @@ class SlowScheduler(SlowBlocks):
                 sequence.num_offered = min(sequence.computed // self.config.block_size, sequence.num_offered)
         self.plan = [chunk for chunk in self.plan if chunk[0].group is not group]
         is_awaited = group.beams and any(sequence.stored < sequence.computed for sequence in group.live)
-        mode = PreemptionMode.RECOMPUTE if copies or is_awaited else self.mode_for(group)
+        held = [block for sequence in group.live_and_encoder for table in sequence.device or () for block in table]
+        arrives = any(block in self.arriving for block in held if block)
+        mode = PreemptionMode.RECOMPUTE if copies or is_awaited or arrives else self.mode_for(group)
         self.num_preemptions[mode] += 1
         self.has_preempted = True
         if mode is PreemptionMode.SWAP:
             for sequence in group.live:
                 sequence.begun = []
-            self.num_swapped_out += self.move(group, to_host=True)
+            self.num_swapped_out += len(self.move(group, to_host=True))
             self.running.remove(group)
             self.swapped.insert(0, group)
             return
@@ -269,7 +272,8 @@ class SlowScheduler(SlowBlocks):
                 other.num_overtaken += 1
             self.swapped.remove(group)
             self.running.append(group)
-            num_swapped_in = self.move(group, to_host=False)
+            num_swapped_in = len(arriving := self.move(group, to_host=False))
+            self.arriving += arriving
             self.grow(group)
             self.num_swapped_in += num_swapped_in
 

@@ -67,10 +67,12 @@ class Preemption:
         self._prefixes.taken_back(chunks)
         step.num_preempted += 1
         # Three kinds of groups cannot be swapped out: suspects, which would resume beside other groups; targets of
-        # copies, which are not filled yet; beams in flight, which their answer could not fork.
+        # copies and of swapping in, which are not filled yet; beams in flight, which their answer could not fork. A
+        # group that was swapped in is preempted in the same step if it waits for an image and others need its room.
         is_bound = (
             group.is_suspect
             or any(chunk.copies for chunk in chunks)
+            or (step.swap_in and self._blocks.holds_any(group, {block for _, block in step.swap_in}))
             or (group.beams is not None and any(s.num_stored_tokens < s.num_computed_tokens for s in group.live))
         )
         mode = PreemptionMode.RECOMPUTE if is_bound else self._mode(group)

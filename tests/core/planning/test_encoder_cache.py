@@ -148,6 +148,21 @@ def test_a_group_that_resumes_encodes_only_images_of_which_it_computes_a_token()
     assert [output_of(group) for group in groups] == [reference_output(group, 0, 40) for group in groups]
 
 
+def test_a_group_that_is_swapped_in_and_waits_for_its_image_is_not_swapped_out_by_the_same_step() -> None:
+    """Decodes of the same step take its room. Its blocks are not filled yet."""
+    sizes = {"num_device_blocks": 9, "num_host_blocks": 60, "max_num_batched_tokens": 24, "prepares_images": True}
+    separate = {"phase_rule": PhaseRule.SEPARATE, "preemption_mode": PreemptionMode.SWAP}
+    scheduler, worker = scheduler_with(20, **sizes, **separate)
+    worker.config = scheduler_with(20)[0].config  # which reports nothing
+    groups = [make_group(str(n), 3, root=bytes([n]), max_tokens=6 + 3 * n) for n in range(3)]
+    groups.append(with_images("image", ("a", 5, 4), max_tokens=8))
+    for group in groups:
+        scheduler.add_request(group)
+    run(scheduler, worker)
+    assert min(scheduler.num_preemptions.values()) > 0
+    assert [output_of(group) for group in groups] == [reference_output(group, 0, 64) for group in groups]
+
+
 def test_tokens_of_an_image_wait_until_the_worker_has_prepared_it_and_other_sequences_do_not_wait() -> None:
     scheduler, worker = scheduler_with(20, prepares_images=True, max_num_batched_tokens=30)
     scheduler.add_request(make_group("text", 3, max_tokens=20))
