@@ -150,12 +150,12 @@ def test_a_group_that_resumes_encodes_only_images_of_which_it_computes_a_token()
 
 def test_a_group_that_is_swapped_in_and_waits_for_its_image_is_not_swapped_out_by_the_same_step() -> None:
     """Decodes of the same step take its room. Its blocks are not filled yet."""
-    sizes = {"num_device_blocks": 9, "num_host_blocks": 60, "max_num_batched_tokens": 24, "prepares_images": True}
+    sizes = {"num_device_blocks": 8, "num_host_blocks": 60, "max_num_batched_tokens": 8, "prepares_images": True}
     separate = {"phase_rule": PhaseRule.SEPARATE, "preemption_mode": PreemptionMode.SWAP}
     scheduler, worker = scheduler_with(20, **sizes, **separate)
-    worker.config = scheduler_with(20)[0].config  # which reports nothing
-    groups = [make_group(str(n), 3, root=bytes([n]), max_tokens=6 + 3 * n) for n in range(3)]
-    groups.append(with_images("image", ("a", 5, 4), max_tokens=8))
+    texts = [(3, 6), (3, 9), (4, 12), (3, 7)]
+    groups = [make_group(str(n), size, root=bytes([n]), max_tokens=most) for n, (size, most) in enumerate(texts)]
+    groups.insert(3, with_images("image", A, max_tokens=5))
     for group in groups:
         scheduler.add_request(group)
     run(scheduler, worker)
