@@ -40,8 +40,8 @@ def starcoder(make_checkpoint: Callable[..., Path]) -> Path:
         ({"model_type": "rwkv"}, "it keeps states of a kind that is not supported"),
         ({"model_type": "cpmant"}, "its attention is computed by code of its own: a bias of the shape"),
         (
-            {"model_type": "gemma4_unified_text", "per_layer_config": {"1": {"sliding_window": 9}}},
-            "gemma4_unified_text is not supported: 'sliding_window' is a per-layer attribute and may vary",
+            {"model_type": "exaone4", "per_layer_config": {"1": {"sliding_window": 9}}},
+            "exaone4 is not supported: 'sliding_window' is a per-layer attribute and may vary across layers",
         ),
         ({"model_type": "deepseek_v32"}, "deepseek_v32 is not supported: it has layers of type indexed_attention"),
         ({"model_type": "glm_moe_dsa"}, "glm_moe_dsa is not supported: it has layers of type indexed_attention"),

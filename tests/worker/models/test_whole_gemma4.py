@@ -17,7 +17,6 @@ from worker_service.loading.checkpoint import Checkpoint
 from worker_service.models.decoders.decoder_config import DecoderConfig
 from worker_service.models.registry import read_config
 
-CPU = torch.device("cpu")
 SLIDES, LOOKS_BACK = "sliding_attention", "full_attention"
 TEXT: dict[str, Any] = {
     "vocab_size": 131, "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 4, "num_attention_heads": 6,
@@ -92,7 +91,7 @@ def test_text_is_that_of_the_whole_network(folder: Path) -> None:
 
 def test_images_and_sounds_are_refused_by_a_sentence(folder: Path) -> None:
     with capture_logs() as logs:
-        assert ImageNetwork.open(Checkpoint(folder), [folder / "config.json"], torch.float32, CPU) is None
+        assert ImageNetwork.open(Checkpoint(folder), [folder / "config.json"], torch.float32) is None
     assert [entry["event"] for entry in logs] == ["prompts cannot contain images or sounds"]
     assert "are not read" in logs[0]["reason"]
 
@@ -106,6 +105,8 @@ def test_images_and_sounds_are_refused_by_a_sentence(folder: Path) -> None:
         (lambda whole: _in_text(whole, pad_token_id=131), "text_config.pad_token_id is 131; it must be a whole"),
         (lambda whole: _in_text(whole, use_bidirectional_attention="all"), "use_bidirectional_attention is 'all'"),
         (lambda whole: _in_text(whole, num_kv_shared_layers=4), "leaves no layer of type sliding_attention"),
+        (lambda whole: _in_text(whole, per_layer_config={"1": {"sliding_window": 9}}), "1.sliding_window = 9, which"),
+        (lambda whole: _in_text(whole, per_layer_config={"0": {"head_dim": 9}}), "gives layers of one kind"),
         (lambda whole: _in_text(whole, model_type="gemma3_text"), "text_config describes a model gemma3_text"),
     ],
 )  # fmt: skip

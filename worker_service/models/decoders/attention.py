@@ -89,6 +89,7 @@ class QkvAttention:
         self._parts = parts[:1] if layer.reads is not None else parts[: 2 if layer.key_is_value else 3]
         """Outputs of the projections of query, key and value, as far as the layer has them."""
         self._ones = torch.ones(config.head_dim, dtype=dtype, device=device) if config.value_norm else None
+        """The weights of the value's norm."""
         self._qkv = allocate(sum(self._parts), hidden, config.qkv_bias)
         wide, adds_bias = ops.WIDE_PRODUCTS, ranks.rank == 0
         self._out = allocate(hidden, self._heads[0], config.out_bias, wide=wide, adds_bias=adds_bias)

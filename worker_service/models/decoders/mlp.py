@@ -169,12 +169,11 @@ class MixtureMlp:
 
     def __call__(self, x: Tensor, adapter_slots: Tensor | None, routed: Tensor | None = None) -> Tensor:
         """routed: the router's input; None for x. Returns float32."""
+        logits = self._router(x if routed is None else routed)
         if (routing := self._mixture.routing) is not None:
-            logits = self._router(x)
             scores = self._sigmoid(logits) if routing.is_sigmoid else logits.softmax(1)
             weights, experts = choose_by_groups(scores, self._bias, routing)
         else:
-            logits = self._router(x if routed is None else routed)
             weights, experts = choose_experts(logits, self._mixture.num_chosen, self._mixture.renormalise)
         if self._scales is not None:
             weights = weights * self._scales[experts]

@@ -18,8 +18,8 @@ _NORM = "model.per_layer_projection_norm.weight"
 
 
 class PerLayerEmbeddings:
-    """The mean, times the root of 2, of a token's embedding for each layer and a projection of the embedding that
-    enters the first layer. The table is never quantised."""
+    """A token's embedding for each layer plus a projection of the embedding that enters the first layer, divided by the
+    root of 2. The table is never quantised."""
 
     def __init__(
         self, vocabulary_size: int, hidden_size: int, num_layers: int, size: int, eps: float, dtype: torch.dtype,
