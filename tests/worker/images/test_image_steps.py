@@ -9,7 +9,8 @@ import pytest
 import torch
 from adapted_worker import load
 from image_worker import BLOCK, BLOCKS, Asked, ImageWorker
-from tiny_image_models import ImageOracle, Picture, Prompt, expand, make_model, picture
+from slow_heads import write_head
+from tiny_image_models import VOCABULARY, ImageOracle, Picture, Prompt, expand, make_model, picture
 
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire_client import PromptEmbeds
@@ -152,9 +153,14 @@ def test_a_prompt_may_contain_images_and_embeddings(case: Case, worker: ImageWor
     assert worker.generate([asked], COUNT, 7)[0] == case.one
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
-def test_drafts_leave_the_tokens_as_they_are(case: Case, method: str) -> None:
-    speculation = {"method": method} | ({"model": str(case.path)} if method == "draft_model" else {})
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle3"])
+def test_drafts_leave_the_tokens_as_they_are(case: Case, method: str, tmp_path: Path) -> None:
+    speculation = {"method": method}
+    if method == "draft_model":
+        speculation["model"] = str(case.path)
+    if method == "eagle3":
+        states = {"eagle_aux_hidden_state_layer_ids": [1, 0, 2]}
+        speculation["model"] = str(write_head(tmp_path / "head", hidden=32, vocabulary=VOCABULARY, **states))
     worker = ImageWorker(case.path, speculative_config=json.dumps(speculation))
     asked, room = worker.ask(0, TWO), 3
     known, found = len(asked.message.token_ids), list[int]()
