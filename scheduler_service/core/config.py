@@ -125,6 +125,8 @@ class SchedulerConfig:
     """Tokens of images whose embeddings the worker keeps (0: prompts have no images)."""
     encoder_budget: int = 0
     """Tokens of images that a step encodes. A single image may exceed this number."""
+    images_attend_both_ways: bool = False
+    """True if an image's tokens attend to each other in both directions. A chunk then never ends inside an image."""
     prepares_images: bool = False
     """True if the worker encodes images in the background, and reports each of them."""
     max_step_bytes: int = 8 << 20
@@ -200,6 +202,8 @@ class SchedulerConfig:
         """Raise ValueError if the groups of layers contradict other fields."""
         if not self.layer_groups:
             return
+        if self.images_attend_both_ways and self.has_states:
+            raise ValueError("images_attend_both_ways excludes layer_groups with states")
         if self.sliding_window or self.max_num_encoder_tokens or self.is_encoder:
             raise ValueError("layer_groups excludes sliding_window, encoders, and encoder inputs")
         if len(self.layer_groups) > MAX_LAYER_GROUPS:
@@ -237,6 +241,14 @@ class SchedulerConfig:
     @property
     def is_encoder(self) -> bool:
         return not self.num_device_blocks
+
+    @property
+    def max_image_tokens(self) -> int:
+        """Tokens of the largest image of a prompt. Beside an image that a step computes whole, every other running
+        sequence can gain a token."""
+        if not self.images_attend_both_ways:
+            return self.encoder_cache_size
+        return min(self.encoder_cache_size, self.max_num_batched_tokens - self.max_num_seqs + 1)
 
     @property
     def caches_prefixes(self) -> bool:

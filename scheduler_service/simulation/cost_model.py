@@ -47,6 +47,7 @@ class CostModel:
     """Tokens of each image of a trace."""
     encoder_cache_size: int = 16_384
     encoder_budget: int = 0
+    images_attend_both_ways: bool = False
     layer_groups: tuple[LayerGroup, ...] = ()
     """The groups of layers if any has a window: in the JSON file, pairs of a block's tokens and the window's."""
     guesses: tuple[float, ...] = ()
@@ -77,9 +78,7 @@ class CostModel:
             values = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} cannot be read as JSON: {error}") from error
-        known: dict[str, Any] = {
-            field.name: float if isinstance(field.default, float) else int for field in fields(cls)
-        }
+        known: dict[str, Any] = {field.name: type(field.default) for field in fields(cls)}
         if not isinstance(values, dict) or not set(values) <= set(known):
             raise ValueError(f"{path}: the fields of a cost model are {', '.join(known)}")
         groups = _layer_groups(path, values.pop("layer_groups", []))
@@ -87,6 +86,10 @@ class CostModel:
         if len(shares["guesses"]) != len(shares["acceptance"]):
             raise ValueError(f"{path}: guesses and acceptance have different lengths")
         for name, value in values.items():
+            if known[name] is bool:
+                if not isinstance(value, bool):
+                    raise ValueError(f"{path}: {name} is {value!r}; it must be true or false")
+                continue
             is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
             if not is_number or (value == 0 and name not in MAY_BE_ZERO):
                 least = "number of at least 0" if name in MAY_BE_ZERO else "positive number"

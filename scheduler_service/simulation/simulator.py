@@ -116,12 +116,6 @@ class Simulator:
             pool, longest = cost_model.max_num_batched_tokens, longest - 1
             if any(arrival.output_tokens > 1 for arrival in arrivals):
                 raise ValueError("the trace has requests of several output tokens, and an encoder samples none")
-        encoder_cache_size = cost_model.encoder_cache_size if cost_model.num_device_blocks else 0
-        if any(arrival.num_images for arrival in arrivals) and cost_model.image_tokens > encoder_cache_size:
-            raise ValueError(
-                f"an image has {cost_model.image_tokens} tokens; a worker's encoder cache has room for "
-                f"{encoder_cache_size}"
-            )
         if longest > pool:
             raise ValueError(f"the longest request of the trace has {longest} tokens; a worker's pool has {pool}")
         config = SchedulerConfig(
@@ -140,9 +134,14 @@ class Simulator:
             block_bytes=cost_model.block_bytes,
             swap_bytes_per_second=int(cost_model.swap_bytes_per_second),
             prefill_tokens_per_second=int(cost_model.prefill_tokens_per_second),
-            encoder_cache_size=encoder_cache_size,
+            encoder_cache_size=cost_model.encoder_cache_size if cost_model.num_device_blocks else 0,
             encoder_budget=cost_model.encoder_budget,
+            images_attend_both_ways=cost_model.images_attend_both_ways,
         )
+        if any(arrival.num_images for arrival in arrivals) and cost_model.image_tokens > config.max_image_tokens:
+            raise ValueError(
+                f"an image has {cost_model.image_tokens} tokens; a worker has room for {config.max_image_tokens}"
+            )
         self._arrivals = arrivals
         self._cost_model = cost_model
         self._slowness = slowness or {}

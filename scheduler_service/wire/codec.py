@@ -61,6 +61,7 @@ class WorkerInfo(NamedTuple):
     prompt_embeds_size: int = 0
     encoder_cache_size: int = 0
     encoder_budget: int = 0
+    images_attend_both_ways: bool = False
 
 
 def decode_worker_info(message: worker_pb.GetWorkerInfoResponse) -> WorkerInfo:

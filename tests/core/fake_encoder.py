@@ -25,7 +25,9 @@ class FakeEncoder:
             del self.held[name]
         needed: dict[EncoderItem, PromptItem] = {}
         for items, start, num_tokens in chunks:
-            touched = items_between(items, start, start + num_tokens)
+            touched = [*items_between(items, start, stop := start + num_tokens)]
+            if self._config.images_attend_both_ways:
+                assert all(item.image is None or item.stop <= stop for item in touched), "a chunk divides an image"
             needed |= {item.encoder_item: item for item in touched if item.image is not None}
         new = output.items_to_encode
         assert len(set(new)) == len(new), "an image is encoded twice"

@@ -1,5 +1,6 @@
 """The encoder cache of a worker, derived anew from its sequences and the step's plan each time."""
 
+import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
 from scheduler_service.core import EncoderItem
@@ -25,12 +26,15 @@ class SlowImages:
     def __init__(self, scheduler: "SlowScheduler") -> None:
         self.scheduler = scheduler
         self.size, self.budget = scheduler.config.encoder_cache_size, scheduler.config.encoder_budget
+        self.are_whole = scheduler.config.images_attend_both_ways
         self.prepared: set[EncoderItem] = set()
         self.told: list[EncoderItem] = []  # what the last step prepares
         self.kept: dict[EncoderItem, int] = {}  # tokens, in the order in which steps read them last
 
     def are_too_large(self, group: "SlowGroup") -> bool:
-        return any(image.num_tokens > self.size for image in group.images)
+        config = self.scheduler.config
+        room = config.max_num_batched_tokens - (config.max_num_seqs - 1) if self.are_whole else self.size
+        return any(image.num_tokens > min(self.size, room) for image in group.images)
 
     def touched(self, group: "SlowGroup", start: int, stop: int) -> list[SlowImage]:
         return [image for image in group.images if max(start, image.start) < min(stop, image.stop)]
@@ -59,11 +63,20 @@ class SlowImages:
         new = {name: num_tokens for name, num_tokens in new.items() if name not in self.kept}
         return sum(used.values()) <= self.size and (len(new) <= 1 or sum(new.values()) <= self.budget)
 
-    def reach(self, group: "SlowGroup", start: int, most: int) -> int:
-        """The most tokens after `start` that the step can compute, too."""
-        if not group.images:
+    def cuts(self, group: "SlowGroup", stop: int) -> bool:
+        """True if no chunk may end before token `stop`."""
+        return self.are_whole and any(image.start < stop < image.stop for image in group.images)
+
+    def reach(self, group: "SlowGroup", start: int, most: int, left: int = 0) -> int:
+        """The most tokens after `start` that the step can compute, too. `left`: the tokens for an image that is not
+        divided."""
+        if not group.images or not most:
             return most
-        return max(n for n in range(most + 1) if self.fits(group, start, start + n))
+        least = next(n for n in itertools.count(1) if not self.cuts(group, start + n))
+        if most < least <= left:
+            most = least
+        allowed = [n for n in range(1, most + 1) if not self.cuts(group, start + n)]
+        return max([n for n in allowed if self.fits(group, start, start + n)], default=0)
 
     def write(self) -> tuple[list[EncoderItem], list[EncoderItem]]:
         """What the step encodes, and what is dropped."""

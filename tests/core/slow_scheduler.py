@@ -202,7 +202,7 @@ class SlowScheduler(SlowBlocks):
         are_apart = self.config.phase_rule is PhaseRule.SEPARATE and catching_up  # none decodes among those
         for sequence in catching_up if are_apart else group.live:
             num_tokens = min(self.most_at_first(sequence, [s for s, _ in chunks]), left)
-            num_tokens = self.images.reach(group, sequence.computed, num_tokens)
+            num_tokens = self.images.reach(group, sequence.computed, num_tokens, left)
             is_told = num_tokens or (group.images and not sequence.is_known)
             if is_told and sequence.device is not None and (sequence.is_table_known or bytes_left > 0):
                 chunks.append((sequence, num_tokens))

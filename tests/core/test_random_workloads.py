@@ -109,6 +109,7 @@ def test_whatever_happens_every_request_gets_its_own_output_and_leaves_nothing_b
         "encoder_cache_size": 10 + more_tokens,
         "encoder_budget": max_prefill_chunk,
         "prepares_images": bool(more_tokens % 2),
+        "images_attend_both_ways": bool(more_tokens % 3),
     }
     waiting = policy()
     scheduler = make_scheduler(waiting, **sizes)

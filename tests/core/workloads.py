@@ -150,7 +150,8 @@ def with_encoder_cache(config: SchedulerConfig, seed: int) -> SchedulerConfig:
     """A worker that keeps few images, for some of which it has no room at all."""
     rng = Random(f"{seed} images")
     config = replace(config, encoder_cache_size=rng.choice([4, 5, 9, 12, 40]), encoder_budget=rng.choice([0, 3, 6, 20]))
-    return replace(config, prepares_images=rng.random() < 0.5)
+    config = replace(config, prepares_images=rng.random() < 0.5)
+    return replace(config, images_attend_both_ways=not config.has_states and rng.random() < 0.5)
 
 
 def with_few_adapters(config: SchedulerConfig, seed: int) -> SchedulerConfig:

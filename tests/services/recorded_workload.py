@@ -163,6 +163,7 @@ class Workload:
             lora_copy_seconds=random.choice([0.0, 0.3]),
             encoder_cache_size=random.choice([3, 9]),
             encoder_budget=random.choice([0, 6]),
+            images_attend_both_ways=random.random() < 0.5,
         )
         self.workers: list[Worker | None] = [None] * num_workers
         self.most_in_flight = most_in_flight

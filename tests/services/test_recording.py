@@ -87,6 +87,7 @@ CONFIG = SchedulerConfig(
     encoder_cache_size=90,
     encoder_budget=9,
     prepares_images=True,
+    images_attend_both_ways=True,
 )
 ENCODER_INPUT = EncoderInput(num_tokens=5, token_ids=(3, 1, 4), features=b"sound", num_feature_bytes=5, digest=b"d")
 

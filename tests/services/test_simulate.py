@@ -55,8 +55,10 @@ def test_a_request_with_images_encodes_one_a_step(tmp_path: Path) -> None:
     assert arrival.num_images == 9
     (request,) = Simulator([arrival], costs, num_workers=1).run().requests
     assert request.ttft == pytest.approx((2 * (1000 + 4 * 700) + 10 * 100 + 4 + 10) / 1e6)
-    with pytest.raises(ValueError, match=r"an image has 4 tokens; a worker.s encoder cache has room for 3"):
-        Simulator([arrival], replace(costs, encoder_cache_size=3), num_workers=1)
+    few = replace(costs, images_attend_both_ways=True, max_num_batched_tokens=16, max_num_seqs=14)
+    for small in (replace(costs, encoder_cache_size=3), few):
+        with pytest.raises(ValueError, match=r"an image has 4 tokens; a worker has room for 3"):
+            Simulator([arrival], small, num_workers=1)
 
 
 def test_requests_whose_layers_have_windows_need_fewer_blocks(tmp_path: Path) -> None:
@@ -191,6 +193,7 @@ def test_a_corrupt_trace_names_its_line(text: str, reason: str, tmp_path: Path) 
         ('{"prefill_token_us": 0}', "prefill_token_us is 0; it must be a positive number"),
         ('{"step_us": NaN}', "step_us is nan"),
         ('{"block_size": "16"}', "block_size is '16'"),
+        ('{"images_attend_both_ways": 1}', "images_attend_both_ways is 1; it must be true or false"),
         ('{"guesses": 1}', "guesses is 1; it must be a list of numbers from 0 to 1"),
         ('{"guesses": [0.5], "acceptance": [2]}', r"acceptance is \[2\]; it must be a list of numbers from 0 to 1"),
         ('{"acceptance": [true]}', r"acceptance is \[True\]"),

@@ -84,6 +84,18 @@ def items_between(items: Items, start: int, stop: int) -> Iterator[PromptItem]:
         yield items[place]
 
 
+def without_cut(items: Items, start: int, num_tokens: int, most: int) -> int:
+    """Tokens of a chunk, `num_tokens` if possible, that does not end inside an item. A chunk that would end inside its
+    first item gets the whole item if that makes at most `most` tokens, or else nothing."""
+    stop = start + num_tokens
+    cut = next(items_between(items, stop, stop + 1), None)
+    if cut is None or cut.start == stop:
+        return num_tokens
+    if cut.start > start:
+        return cut.start - start
+    return cut.stop - start if cut.stop - start <= most else 0
+
+
 def data_bytes(items: Items) -> int:
     """Bytes of the data of different items, as a worker receives them."""
     return sum({item.digest: item.num_bytes for item in items}.values())

@@ -12,6 +12,10 @@ A sequence that has touched an image uses it until all of its tokens are compute
 sequence can always compute to the end of the image without further room. Unused images are kept, and the least recently
 read are dropped first. A group that is swapped out uses none: it could not compute, and others would wait for its room.
 
+Where the tokens of an image attend to each other in both directions (`images_attend_both_ways`), all of them must be
+computed in one step, or be cached. A chunk then ends before such an image or after it, and may exceed other limits than
+the step's tokens.
+
 During planning, only the tokens of used images count. What is dropped is decided when the step is written, so a chunk
 that is taken back leaves no trace.
 """
@@ -21,7 +25,7 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 
 from scheduler_service.core.config import SchedulerConfig
-from scheduler_service.core.groups.prompt_item import EncoderItem, Items, PromptItem, items_between
+from scheduler_service.core.groups.prompt_item import EncoderItem, Items, PromptItem, items_between, without_cut
 from scheduler_service.core.groups.sequence import Sequence, SequenceGroup
 from scheduler_service.core.groups.sequence_status import SequenceStatus
 from scheduler_service.core.outputs import SchedulerOutput
@@ -62,7 +66,7 @@ class EncoderCache:
         self.counts = EncoderCounts()
         self._ahead: frozenset[EncoderItem] = frozenset()  # in the last step
         self._prepared: frozenset[EncoderItem] = frozenset()
-        self._prepares = config.prepares_images
+        self._prepares, self._attend_both_ways = config.prepares_images, config.images_attend_both_ways
         self.waits = False
         """True if a chunk may contain an image that the worker has not reported as prepared."""
 
@@ -82,8 +86,11 @@ class EncoderCache:
                 if _has_computed(sequence, item):
                     self._stop_using(sequence, name)
 
-    def reach(self, images: Items, start: int, num_tokens: int) -> int:
-        """How many of the `num_tokens` tokens after the first `start` a chunk can have in the planned step."""
+    def reach(self, images: Items, start: int, num_tokens: int, most: int = 0) -> int:
+        """How many of the `num_tokens` tokens after the first `start` a chunk can have in the planned step. `most`: the
+        limit of a chunk that must have more, to end with an image."""
+        if self._attend_both_ways:
+            num_tokens = without_cut(images, start, num_tokens, max(num_tokens, most))
         room, num_planned, own = self._size - self._num_used, sum(self._planned.values()), set[EncoderItem]()
         for item in items_between(images, start, start + num_tokens):
             name, number = item.encoder_item, item.num_embeddings

@@ -63,7 +63,8 @@ class ChunkSizes:
             elif num_tokens > num_tokens_left:
                 continue
             if group.images:
-                num_tokens = self._encoder_cache.reach(group.images, sequence.num_computed_tokens, num_tokens)
+                start, reach = sequence.num_computed_tokens, self._encoder_cache.reach
+                num_tokens = reach(group.images, start, num_tokens, num_tokens_left)
             is_told = bool(num_tokens or (group.images and not sequence.is_known))
             if is_told and sequence.id in self._blocks.tables:
                 num_bytes = 0

@@ -72,7 +72,7 @@ class WaitingPlanner:
             return None
         if group.num_seqs > self._config.max_num_seqs - self._member.num_seqs or not self._adapters.has_slot(group):
             return None
-        if group.largest_image > self._config.encoder_cache_size:
+        if group.largest_image > self._config.max_image_tokens:
             return None
         if self._blocks.can_allocate(group, leave_watermark=bool(groups.running)) is not AllocStatus.OK:
             return None
@@ -96,7 +96,7 @@ class WaitingPlanner:
         return (
             group.num_seqs > self._config.max_num_seqs
             or group.num_encoder_tokens > self._config.max_num_encoder_tokens
-            or group.largest_image > self._config.encoder_cache_size
+            or group.largest_image > self._config.max_image_tokens
             or self._blocks.never_fits(group)
         )
 

@@ -252,11 +252,11 @@ class WorkerGroups:
 
     def ignore(self, group: SequenceGroup) -> None:
         config = self._config
-        if group.largest_image > config.encoder_cache_size:
-            error = (
-                f"an image of the request has {group.largest_image} tokens; the worker's encoder cache has room for "
-                f"{config.encoder_cache_size}"
-            )
+        if group.largest_image > (most := config.max_image_tokens):
+            limit = f"the worker's encoder cache has room for {most}"
+            if most < config.encoder_cache_size:
+                limit = f"a step computes it whole, and has at most {most} beside other requests' tokens"
+            error = f"an image of the request has {group.largest_image} tokens; {limit}"
             self.finish(group, SequenceStatus.FINISHED_IGNORED, error)
             return
         error = (

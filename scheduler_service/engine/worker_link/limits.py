@@ -104,8 +104,16 @@ def model_limits(settings: SchedulerSettings, info: WorkerInfo) -> ModelLimits:
         feature_bytes=info.feature_bytes,
         undeclared_keys=settings.undeclared_keys,
         prompt_embeds_size=info.prompt_embeds_size if settings.enable_prompt_embeds else 0,
-        encoder_cache_size=info.encoder_cache_size,
+        encoder_cache_size=_max_image_tokens(settings, info),
     )
+
+
+def _max_image_tokens(settings: SchedulerSettings, info: WorkerInfo) -> int:
+    """See `SchedulerConfig.max_image_tokens`."""
+    if not info.images_attend_both_ways:
+        return info.encoder_cache_size
+    most = max_num_batched_tokens(settings, info) - max_num_seqs(settings, info) + 1
+    return min(info.encoder_cache_size, most)
 
 
 def check_limits(limits: ModelLimits, settings: SchedulerSettings, info: WorkerInfo) -> None:
@@ -201,6 +209,7 @@ def scheduler_config(
         encoder_cache_size=info.encoder_cache_size,
         encoder_budget=info.encoder_budget,
         prepares_images="images-ahead" in info.features,
+        images_attend_both_ways=info.images_attend_both_ways,
     )
     if info.max_encoder_len and max_sequence_tokens(info) < 2:
         raise ValueError(f"the worker has {info.num_device_blocks} blocks; one request's encoder input fills them all")

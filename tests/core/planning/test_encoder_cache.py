@@ -251,6 +251,37 @@ def test_an_image_that_is_larger_than_the_cache_is_refused_in_a_sentence() -> No
     assert plain.schedule().ignored == [group]
 
 
+def test_where_image_tokens_attend_both_ways_a_chunk_ends_before_or_after_an_image_and_decodes_leave_room() -> None:
+    """The image has more tokens than a long prompt's chunk, and as many as a step has beside three decodes."""
+    sizes = {"max_num_batched_tokens": 10, "max_num_seqs": 4, "max_prefill_chunk": 3}
+    scheduler, worker = scheduler_with(20, images_attend_both_ways=True, **sizes)
+    for name in "abc":
+        scheduler.add_request(make_group(name, 1, root=name.encode(), max_tokens=30))
+    step(scheduler, worker)
+    scheduler.add_request(with_images("seen", ("first", 1, 7), ("second", 9, 5)))
+    decodes = {"a": [1], "b": [1], "c": [1]}
+    steps = [plan(step(scheduler, worker)) for _ in range(5)]
+    assert steps == [decodes | {"seen": [number]} for number in (1, 7, 7, 5, 1)]
+
+
+def test_where_image_tokens_attend_both_ways_a_chunk_may_begin_inside_an_image_of_which_blocks_are_cached() -> None:
+    scheduler, worker = scheduler_with(20, images_attend_both_ways=True)
+    for name, planned in (("first", 20), ("again", 4)):
+        scheduler.add_request(make_group(name, 20 if name == "first" else 16, items=(make_image("a", 2, 13),)))
+        output = step(scheduler, worker)
+        assert plan(output) == {name: [planned]}
+        run(scheduler, worker)
+
+
+def test_an_image_that_a_step_cannot_compute_whole_beside_decodes_is_refused_in_a_sentence() -> None:
+    sizes = {"max_num_batched_tokens": 8, "max_num_seqs": 4}
+    scheduler, _ = scheduler_with(20, images_attend_both_ways=True, **sizes)
+    scheduler.add_request(group := with_images("large", ("a", 2, 6)))
+    assert scheduler.schedule().ignored == [group]
+    room = "a step computes it whole, and has at most 5 beside other requests' tokens"
+    assert group.error == f"an image of the request has 6 tokens; {room}"
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**32), st.integers(1, 4), st.integers(2, 12), st.sampled_from(PreemptionMode))
 def test_an_image_that_cannot_be_decoded_ends_its_requests_and_no_others(
