@@ -62,6 +62,10 @@ class AttentionMetadata:
     """Maximum, in host memory."""
     shared: SharedParts | None = None
     """Only if every sequence has one query token."""
+    visible_ends: Tensor | None = None
+    """[query tokens] int32: the last position that each query token attends to, at least its own, and in its context.
+    None: its own. Windows end at the token's own position, and so are unchanged at their other side. Not with attention
+    that is not causal or chunked, nor with a bias, nor on GPUs."""
 
     @classmethod
     def build(
@@ -70,6 +74,7 @@ class AttentionMetadata:
         context_lens: Sequence[int],
         block_tables: Tensor,
         device: torch.device,
+        visible_ends: Sequence[int] | Any | None = None,
     ) -> "AttentionMetadata":
         """block_tables: [num_sequences, width] integers, wide enough for the longest context."""
         return cls(
@@ -78,4 +83,5 @@ class AttentionMetadata:
             upload(block_tables, torch.int32, device),
             max(query_lens, default=0),
             max(context_lens, default=0),
+            visible_ends=None if visible_ends is None else upload(visible_ends, torch.int32, device),
         )

@@ -111,7 +111,8 @@ def paged_attention(
 
     `check_attention_options` checks combinations.
     """
-    check_attention_options(query, window, soft_cap, bias, causal, sinks, chunked)
+    ends = metadata.visible_ends
+    check_attention_options(query, window, soft_cap, bias, causal, sinks, chunked, ends)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     starts, block_size = metadata.query_start.tolist(), layer_cache.shape[2]
     groups = query.shape[1] // layer_cache.shape[3]
@@ -135,7 +136,8 @@ def paged_attention(
             distance = tokens - positions
         else:
             distance = torch.zeros((stop - start, context_len), dtype=torch.int64, device=query.device)
-        visible = (distance >= 0) & (positions >= first_keys)
+        visible = distance >= 0 if ends is None else positions <= ends[start:stop, None]
+        visible = visible & (positions >= first_keys)
         added = None if bias is None else bias[:, distance.clamp(0, bias.shape[1] - 1)]
         output[start:stop] = _attend(
             query[start:stop].transpose(0, 1), keys, values, visible, scale, soft_cap, added, sinks

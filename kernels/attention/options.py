@@ -3,6 +3,13 @@
 import torch
 from torch import Tensor
 
+from kernels.inputs import AttentionMetadata
+
+
+def refuse_visible_ends(metadata: AttentionMetadata) -> None:
+    if metadata.visible_ends is not None:
+        raise ValueError("the Triton kernels do not support visible_ends")
+
 
 def check_attention_options(
     query: Tensor,
@@ -12,9 +19,12 @@ def check_attention_options(
     causal: bool,
     sinks: Tensor | None = None,
     chunked: bool = False,
+    visible_ends: Tensor | None = None,
 ) -> None:
     """Raise ValueError for options that exclude each other, or a bias or sinks of wrong shape or type. Soft cap and
     bias exclude each other: no network defines which applies first."""
+    if visible_ends is not None and (bias is not None or chunked or not causal):
+        raise ValueError("visible_ends exclude a bias, chunks, and attention that is not causal")
     if chunked and window is None:
         raise ValueError("chunked attention needs the size of a chunk (window)")
     if sinks is not None:

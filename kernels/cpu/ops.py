@@ -61,7 +61,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     chunked: bool = False,
 ) -> Tensor:
-    check_attention_options(query, window, soft_cap, bias, causal, sinks, chunked)
+    check_attention_options(query, window, soft_cap, bias, causal, sinks, chunked, metadata.visible_ends)
     output: Tensor = _library.paged_attention(
         query,
         layer_cache,
@@ -75,6 +75,7 @@ def paged_attention(
         causal,
         sinks,
         chunked,
+        metadata.visible_ends,
     )
     return output
 
@@ -94,6 +95,7 @@ def qkv_attention(
     sinks: Tensor | None = None,
     chunked: bool = False,
 ) -> Tensor:
+    check_attention_options(qkv, window, soft_cap, None, True, None, chunked, metadata.visible_ends)
     output: Tensor = _library.qkv_attention(
         qkv,
         norms,
@@ -110,6 +112,7 @@ def qkv_attention(
         soft_cap or 0.0,
         sinks,
         chunked,
+        metadata.visible_ends,
     )
     return output
 

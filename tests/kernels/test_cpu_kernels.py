@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -72,9 +73,7 @@ def reference_attention(
 ) -> Tensor:
     """In float32, with zeros where nothing may be read."""
     tables = metadata.block_tables.clamp(0, len(cache) - 1)
-    safe = AttentionMetadata(
-        metadata.query_start, metadata.context_lens, tables, metadata.max_query_len, metadata.max_context_len
-    )
+    safe = replace(metadata, block_tables=tables)
     zeroed = cache.float().nan_to_num(0)
     return reference.paged_attention(query.float(), zeroed, safe, 0.3, window, soft_cap, bias, causal, sinks, chunked)
 
@@ -267,6 +266,41 @@ def test_tokens_attend_to_their_own_chunk(kernels: ModuleType, dtype: torch.dtyp
     query, cache, metadata = attention_case(lens, (6, 2, 64), 16, dtype, size, chunked=True)
     found = kernels.paged_attention(query, cache, metadata, 0.3, size, chunked=True)
     close(found, reference_attention(query, cache, metadata, size, None, chunked=True), dtype)
+
+
+def with_images(metadata: AttentionMetadata, images: list[tuple[int, int, int]]) -> AttentionMetadata:
+    """images: a sequence and positions [start, stop) of it, whose tokens attend to each other in both directions."""
+    starts, lens = metadata.query_start.tolist(), metadata.context_lens.tolist()
+    ends = [end for first, stop, length in zip(starts, starts[1:], lens, strict=False)
+            for end in range(length - stop + first, length)]  # fmt: skip
+    for sequence, start, stop in images:
+        row = starts[sequence + 1] - lens[sequence]  # of the sequence's first token
+        for position in range(max(start, starts[sequence] - row), stop):
+            ends[row + position] = stop - 1
+    return replace(metadata, visible_ends=torch.tensor(ends, dtype=torch.int32))
+
+
+@stored_both_ways
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 70])
+def test_tokens_of_an_image_attend_to_later_tokens_of_it(
+    kernels: ModuleType, dtype: torch.dtype, window: int | None, store: Callable[[Tensor], Tensor]
+) -> None:
+    """Across tiles and parts, beside decodes that share blocks, and in chunks that begin inside an image."""
+    lens = [(1, 1), (1, 600), (700, 700), (70, 700), (1, 600), (3, 3)]
+    query, cache, metadata = attention_case(lens, (6, 2, 64), 16, dtype, window)
+    metadata.block_tables[4] = metadata.block_tables[1]
+    metadata = with_images(metadata, [(2, 3, 40), (2, 41, 300), (2, 500, 700), (3, 610, 690), (5, 0, 3)])
+    cache = store(cache)
+    wide = narrow_cache.widened(cache, torch.float32) if store is narrow_cache.narrowed else cache
+    for soft_cap in (None, 2.0):
+        found = kernels.paged_attention(query, cache, metadata, 0.3, window, soft_cap)
+        close(found, reference_attention(query, wide, metadata, window, soft_cap), dtype)
+    for start in (41, 130, 555):
+        chunk = AttentionMetadata.build([700 - start], [700], metadata.block_tables[2:3], CPU)
+        chunk = with_images(chunk, [(0, 3, 40), (0, 41, 300), (0, 500, 700)])
+        later = kernels.paged_attention(query[start + 2 : 702], cache, chunk, 0.3, window, 2.0)
+        assert torch.equal(later, found[start + 2 : 702])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -613,6 +647,10 @@ def test_what_does_not_fit_is_refused(kernels: ModuleType) -> None:
         kernels.paged_attention(query.to("meta"), narrow, metadata, 0.3)
     with pytest.raises(ValueError, match="must be contiguous float32"):
         kernels.paged_attention(query, cache, metadata, 0.3, None, None, torch.zeros(3, 1))
+    for end in (3, 5):
+        image = replace(metadata, visible_ends=torch.tensor([end], dtype=torch.int32))
+        with pytest.raises(RuntimeError, match=f"row 0 of the query cannot end at position {end}"):
+            kernels.paged_attention(query, cache, image, 0.3)
     empty = AttentionMetadata.build([1], [0], metadata.block_tables, CPU)
     with pytest.raises(RuntimeError, match="has 1 query tokens of 0"):
         kernels.paged_attention(query, cache, empty, 0.3, causal=False)

@@ -157,6 +157,25 @@ def test_queries_that_see_a_whole_context_may_be_more_than_its_tokens(block_size
     torch.testing.assert_close(case.run(causal=False), dense(case, causal=False), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_tokens_of_an_image_attend_to_later_tokens_of_it(window: int | None) -> None:
+    """The second chunk begins inside an image of tokens 2 to 8."""
+    case = make_case([(1, 4), (7, 3)], 4, 2, 2, 10)
+    ends = [4, *[8] * 6, 9]
+    tables, cpu = case.block_tables, torch.device("cpu")
+    metadata = AttentionMetadata.build(case.query_lens, case.context_lens, tables, cpu, ends)
+    found = paged_attention(case.query, case.layer_cache, metadata, 0.3, window)
+    for row, (position, end) in enumerate(zip([4, *range(3, 10)], ends, strict=True)):
+        visible = slice(0 if window is None else max(0, position - window + 1), end + 1)
+        for head in range(4):
+            keys, values = (each[row > 0][visible, head // 2] for each in (case.keys, case.values))
+            expected = (keys @ case.query[row, head] * 0.3).softmax(0) @ values
+            torch.testing.assert_close(found[row, head], expected, atol=1e-5, rtol=1e-5)
+    for options in ({"causal": False}, {"bias": torch.zeros(4, 1)}, {"window": 3, "chunked": True}):
+        with pytest.raises(ValueError, match="visible_ends exclude"):
+            paged_attention(case.query, case.layer_cache, metadata, 0.3, **options)
+
+
 @pytest.mark.parametrize(("options", "sentence"), [
     ({"causal": False, "window": 3}, "neither a window nor a bias"),
     ({"chunked": True}, "needs the size of a chunk"),

@@ -93,7 +93,7 @@ class Attender {
       tiles_.score(rows, *current_, scores_.data());
       if (a.soft_cap > 0) cap(a, rows);
       if (a.bias != nullptr) add_bias(a, item, item.first_position - key, rows, group);
-      hide(a, item.first_position, key, rows, group);
+      hide(a, item, key, rows, group);
       weigh(rows, (a.soft_cap > 0 || a.bias != nullptr ? 1.0f : a.scale) / Tiles::kLogBase);
       tiles_.add_values(rows, *current_, corrections_.data(), sums_.data());
     }
@@ -214,14 +214,16 @@ class Attender {
     }
   }
 
-  // Masks keys that a row must not see. position: of the first row's token. key: of the tile's first key.
-  void hide(const Attention<T>& a, int64_t position, int64_t key, int64_t rows, int64_t group) {
+  // Masks keys that a row must not see. key: of the tile's first key.
+  void hide(const Attention<T>& a, const Item& item, int64_t key, int64_t rows, int64_t group) {
+    const int64_t position = item.first_position;
     const bool all_behind = position - key + 1 >= kTileKeys && current_->count == kTileKeys;
     if (all_behind && a.first_key(position + (rows - 1) / group) <= key) return;
     for (int64_t row = 0; row < rows; ++row) {
       float* scores = &scores_[row * kTileKeys];
       const int64_t token = position + row / group;
-      const int64_t behind = std::clamp<int64_t>(token - key + 1, 0, current_->count);
+      const int64_t last = a.last_key(item.first_row + row / group, token);
+      const int64_t behind = std::clamp<int64_t>(last - key + 1, 0, current_->count);
       const int64_t before = std::clamp<int64_t>(a.first_key(token) - key, 0, behind);
       std::fill(scores, scores + before, -kInfinity);
       std::fill(scores + behind, scores + kTileKeys, -kInfinity);

@@ -113,7 +113,9 @@ Work cut_into_items(const Attention<T>& a) {
       // Not causal: all tokens get the position of the last key, and so see all keys.
       const int64_t position = a.causal ? computed + token : a.context_lens[sequence] - 1;
       const int64_t begin = a.first_key(position);
-      const int64_t end = a.causal ? position + tokens : a.context_lens[sequence];
+      int64_t end = a.causal ? position + tokens : a.context_lens[sequence];
+      for (int64_t i = 0; a.visible_ends != nullptr && i < tokens; ++i)
+        end = std::max<int64_t>(end, a.visible_ends[start + token + i] + 1);
       const bool is_few = queries == 1 || (is_little && queries <= tokens_an_item);
       const bool split = is_few && begin / kPartKeys < (end - 1) / kPartKeys;
       if (split && queries == 1 && can_share) {

@@ -28,6 +28,12 @@ struct Attention {
   bool causal;
   const float* sinks;  // [num_heads], or null
   bool chunked;        // tokens attend to their own chunk of `window` tokens
+  const int32_t* visible_ends;  // [tokens]: the last position that each attends to, or null: its own
+
+  // The last key that the token of a row of the query, at a position, attends to.
+  int64_t last_key(int64_t row, int64_t position) const {
+    return visible_ends == nullptr ? position : visible_ends[row];
+  }
 
   // The first key that the token at a position attends to.
   int64_t first_key(int64_t position) const {

@@ -261,7 +261,8 @@ struct Metadata {
 Tensor attend(
     const Tensor& query, const Tensor& cache, const Metadata& metadata, double scale, int64_t window, double soft_cap,
     const std::optional<Tensor>& bias = std::nullopt, bool causal = true,
-    const std::optional<Tensor>& sinks = std::nullopt, bool chunked = false) {
+    const std::optional<Tensor>& sinks = std::nullopt, bool chunked = false,
+    const std::optional<Tensor>& visible_ends = std::nullopt) {
   for (const auto* tensor : {&metadata.query_start, &metadata.context_lens, &metadata.block_tables}) {
     check_contiguous(*tensor, "metadata");
     TORCH_CHECK(tensor->scalar_type() == at::kInt, "metadata must be int32");
@@ -288,6 +289,16 @@ Tensor attend(
                 "bias must be float32 [num_heads, at least one distance]");
   }
   if (sinks.has_value()) check_numbers(*sinks, at::kFloat, query.size(1), "sinks");
+  if (visible_ends.has_value()) {
+    check_numbers(*visible_ends, at::kInt, query.size(0), "visible_ends");
+    TORCH_CHECK(causal && !chunked && !bias.has_value(),
+                "visible_ends exclude a bias, chunks, and attention that is not causal");
+    const auto* ends = visible_ends->const_data_ptr<int32_t>();
+    for (int64_t i = 0; i < sequences; ++i)
+      for (int64_t row = starts[i]; row < starts[i + 1]; ++row)
+        TORCH_CHECK(contexts[i] - (starts[i + 1] - row) <= ends[row] && ends[row] < contexts[i],
+                    "row ", row, " of the query cannot end at position ", ends[row]);
+  }
   auto out = at::empty({query.size(0), query.size(1) * query.size(2)}, query.options());
   for_type(query, [&](auto type) {
     using T = decltype(type);
@@ -298,7 +309,8 @@ Tensor attend(
         metadata.block_tables.size(1), sequences, query.size(1), cache.size(3), query.size(2), cache.size(2),
         static_cast<float>(scale), static_cast<float>(soft_cap), window,
         bias.has_value() ? bias->template const_data_ptr<float>() : nullptr, bias.has_value() ? bias->size(1) : 0,
-        causal, sinks.has_value() ? sinks->template const_data_ptr<float>() : nullptr, chunked};
+        causal, sinks.has_value() ? sinks->template const_data_ptr<float>() : nullptr, chunked,
+        visible_ends.has_value() ? visible_ends->template const_data_ptr<int32_t>() : nullptr};
 #if defined(__AVX512BF16__)
     if constexpr (std::is_same_v<T, at::BFloat16>) {
 #if defined(__AVX512VNNI__)
@@ -315,12 +327,12 @@ Tensor attend(
 Tensor paged_attention_op(
     const Tensor& query, const Tensor& cache, const Tensor& query_start, const Tensor& context_lens,
     const Tensor& block_tables, double scale, int64_t window, double soft_cap, const std::optional<Tensor>& bias,
-    bool causal, const std::optional<Tensor>& sinks, bool chunked) {
+    bool causal, const std::optional<Tensor>& sinks, bool chunked, const std::optional<Tensor>& visible_ends) {
   check_heads(query, "query");
   check_layer_cache(cache, query);
   return attend(
              query, cache, {query_start, context_lens, block_tables}, scale, window, soft_cap, bias, causal, sinks,
-             chunked)
+             chunked, visible_ends)
       .view(query.sizes());
 }
 
@@ -328,7 +340,7 @@ Tensor qkv_attention_op(
     const Tensor& qkv, const std::optional<std::tuple<Tensor, Tensor>>& norms, double eps, double offset,
     const std::optional<std::tuple<Tensor, Tensor>>& rotation, Tensor cache, const Tensor& slots,
     const Tensor& query_start, const Tensor& context_lens, const Tensor& block_tables, double scale, int64_t window,
-    double soft_cap, const std::optional<Tensor>& sinks, bool chunked) {
+    double soft_cap, const std::optional<Tensor>& sinks, bool chunked, const std::optional<Tensor>& visible_ends) {
   check_contiguous(qkv, "qkv");
   check_layer_cache(cache, qkv);
   check_contiguous(slots, "slots");
@@ -366,7 +378,7 @@ Tensor qkv_attention_op(
   });
   return attend(
       query, cache, {query_start, context_lens, block_tables}, scale, window, soft_cap, std::nullopt, true, sinks,
-      chunked);
+      chunked, visible_ends);
 }
 
 }  // namespace

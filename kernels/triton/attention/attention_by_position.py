@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention.options import check_attention_options
+from kernels.attention.options import check_attention_options, refuse_visible_ends
 from kernels.inputs import PART_KEYS, AttentionMetadata
 from kernels.triton.attention.attention_tiles import (
     attend_tile,
@@ -53,6 +53,7 @@ def attention_by_position(
     sinks: Tensor | None = None,
     chunked: bool = False,
 ) -> Tensor:
+    refuse_visible_ends(metadata)
     check_attention_options(query, window, soft_cap, bias, causal, sinks, chunked)
     num_tokens, num_heads, head_dim = query.shape
     num_sequences, num_kv_heads = len(metadata.context_lens), layer_cache.shape[3]

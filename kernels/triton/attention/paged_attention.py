@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention.options import check_attention_options
+from kernels.attention.options import check_attention_options, refuse_visible_ends
 from kernels.inputs import AttentionMetadata
 from kernels.triton.attention.attention_by_position import attention_by_position
 from kernels.triton.attention.attention_tiles import (
@@ -55,6 +55,7 @@ def paged_attention(
     chunked: bool = False,
 ) -> Tensor:
     """Every row of `query` must belong to a sequence."""
+    refuse_visible_ends(metadata)
     if metadata.shared is not None and window is None and bias is None and causal:
         return attention_by_position(query, layer_cache, metadata, scale, soft_cap=soft_cap, sinks=sinks)
     check_attention_options(query, window, soft_cap, bias, causal, sinks, chunked)
