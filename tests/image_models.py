@@ -9,6 +9,7 @@ IMAGE_TOKENS = [
     *("<|image_pad|>", "<image>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<IMG_CONTEXT>", "<img>", "</img>"),
     *("<fake_token_around_image>", "<global-img>"),
     *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
+    *("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
 ]
 _QWEN = {
     "config": {"image_token_id": "<|image_pad|>", "vision_config": {"patch_size": 4, "spatial_merge_size": 2}},
@@ -76,6 +77,20 @@ FAMILIES: Mapping[str, Mapping[str, dict[str, Any]]] = {
         "preprocessor": {"image_processor_type": "SiglipImageProcessor", "size": {"height": 24, "width": 24}},
         "processor": {"patch_size": 6, "vision_feature_select_strategy": "full", "processor_class": "LlavaProcessor"},
     },
+    "gemma3": {
+        "config": {
+            "image_token_index": "<image_soft_token>",
+            "mm_tokens_per_image": 9,
+            "vision_config": {"model_type": "siglip_vision_model", "image_size": 24, "patch_size": 4},
+        },
+        "preprocessor": {
+            "image_processor_type": "Gemma3ImageProcessor",
+            "do_pan_and_scan": None,
+            "pan_and_scan_max_num_crops": None,
+            "size": {"height": 24, "width": 24},
+        },
+        "processor": {"image_seq_length": 9, "processor_class": "Gemma3Processor"},
+    },
     "internvl": {
         "config": {"image_token_id": "<IMG_CONTEXT>", "vision_config": {"image_size": [16, 16], "patch_size": [4, 4]}},
         "preprocessor": {
@@ -102,7 +117,8 @@ def write_image_model(folder: Path, name: str, **changes: dict[str, Any]) -> Pat
     newline = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("\n")[0][0]
     vocabulary[newline * 2] = len(vocabulary)
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[(newline, newline)]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    # Gemma's tokenizer does not divide runs of newlines.
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=name != "gemma3")
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(IMAGE_TOKENS)
     backend.save(str(folder / "tokenizer.json"))

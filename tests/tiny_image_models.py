@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
@@ -23,6 +24,7 @@ SPECIAL = [
     "<image>", "<fake_token_around_image>", "<global-img>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>",
     "<|video_pad|>", "<img>", "</img>", "<IMG_CONTEXT>", "[IMG]", "[IMG_BREAK]", "[IMG_END]",
     *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
+    "<start_of_image>", "<image_soft_token>", "<end_of_image>",
 ]  # fmt: skip
 _TEXT: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
@@ -90,6 +92,15 @@ def _qwen(vision: Mapping[str, Any], text: Mapping[str, Any], processor: str = "
 
 
 FAMILIES: Mapping[str, Family] = {
+    "gemma3": Family(
+        {"vision_config": {"model_type": "siglip_vision_model", **_SIDES, "image_size": 24, "patch_size": 3},
+         "mm_tokens_per_image": 16,
+         "text_config": {**_TEXT, "query_pre_attn_scalar": 16, "sliding_window": 5,
+                         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}},
+        "<image_soft_token>",
+        {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 24, "width": 24}},
+        {"processor_class": "Gemma3Processor", "image_seq_length": 16},
+    ),
     "idefics3": _idefics("Idefics3"),
     "internvl": Family(
         {"vision_config": {**_SIDES, "image_size": [28, 28], "patch_size": [7, 7]}, "image_seq_length": 4,
@@ -149,7 +160,7 @@ def make_model(path: Path, name: str) -> Path:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     family, ids = FAMILIES[name], {token: WORDS + number for number, token in enumerate(SPECIAL)}
-    token_key = "image_token_index" if name.startswith(("llava", "mistral3")) else "image_token_id"
+    token_key = "image_token_index" if name.startswith(("gemma3", "llava", "mistral3")) else "image_token_id"
     config = AutoConfig.for_model(
         name.partition(" ")[0], **{token_key: ids[family.image_token]}, **json.loads(json.dumps(family.config))
     )
@@ -159,6 +170,10 @@ def make_model(path: Path, name: str) -> Path:
         is_norm = parameter.dim() == 1 and not parameter_name.endswith("bias")
         torch.nn.init.normal_(parameter, mean=float(is_norm), std=0.15)
     model.save_pretrained(path)
+    if name == "gemma3":  # published files have these names
+        weights = load_file(path / "model.safetensors")
+        named = {key.replace("vision_tower.", "vision_tower.vision_model."): value for key, value in weights.items()}
+        save_file(named, path / "model.safetensors", {"format": "pt"})
     words = {"\n": 2, "\n\n": 3} | {f"t{number}": number for number in range(WORDS) if number not in (2, 3)}
     tokenizer = Tokenizer(WordLevel(words, "t0"))
     tokenizer.add_special_tokens(SPECIAL)
@@ -231,10 +246,12 @@ class ImageOracle:
         if pictures:
             images = [Image.open(io.BytesIO(one.data)).convert("RGB") for one in pictures]
             found = self._processor(images=images, return_tensors="pt", **self._options)
-            inputs |= {name: value for name, value in found.items() if name != "num_patches"}
+            inputs |= {name: value for name, value in found.items() if name not in ("num_crops", "num_patches")}
         if "image_grid_thw" in inputs:
             is_image = inputs["input_ids"] == self.layouts.image_token_id
             inputs["mm_token_type_ids"] = is_image.int()
+        if self.layouts.attends_both_ways:
+            inputs["token_type_ids"] = (inputs["input_ids"] == self.layouts.image_token_id).int()
         return self._model(**inputs, use_cache=False).logits[0].float().log_softmax(-1)
 
     def greedy(self, prompt: Prompt, count: int) -> tuple[list[int], Tensor]:

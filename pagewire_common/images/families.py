@@ -7,6 +7,7 @@ from typing import Any
 
 import tokenizers
 
+from pagewire_common.images.gemma import gemma3_layouts
 from pagewire_common.images.idefics import idefics_layouts
 from pagewire_common.images.internvl import internvl_layouts
 from pagewire_common.images.layout import ImageLayouts
@@ -23,6 +24,7 @@ FILES = ("preprocessor_config.json", "processor_config.json")
 """The files of a model's folder that are read besides config.json and the tokenizer's."""
 
 _FAMILIES: Mapping[str, Callable[[ModelImages], ImageLayouts]] = {
+    "gemma3": gemma3_layouts,
     "idefics3": idefics_layouts,
     "internvl": internvl_layouts,
     "llava": llava_layouts,
@@ -37,7 +39,7 @@ _FAMILIES: Mapping[str, Callable[[ModelImages], ImageLayouts]] = {
 }
 _BOTH_WAYS = "tokens of an image attend to each other in both directions"
 _REFUSED = {
-    **dict.fromkeys(("gemma3", "gemma3n", "gemma4", "paligemma"), _BOTH_WAYS),
+    **dict.fromkeys(("gemma3n", "gemma4", "paligemma"), _BOTH_WAYS),
     "mllama": "its decoder attends to images in layers of their own",
     "llava_next": "the embeddings of an image depend on all its tiles together",
     "llava_onevision": "the tokens of an image depend on the number of images beside it",

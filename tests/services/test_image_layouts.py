@@ -95,6 +95,11 @@ def expected_of(name: str, folder: Path) -> Expected:
                 pixtral, width, height, do_pad=False, patch_size=stub.patch_size * stub.spatial_merge_size
             )
             return PixtralProcessor.replace_image_token(stub, found, 0), 1
+    elif name == "gemma3":
+        (number,) = (value for value in stated.values() if isinstance(value, int))
+
+        def text(*_: int) -> tuple[str, int]:
+            return f"\n\n<start_of_image>{'<image_soft_token>' * number}<end_of_image>\n\n", 1
     elif name == "internvl":
         tiles = GotOcr2ImageProcessorPil(**images)
         stub = SimpleNamespace(
@@ -263,9 +268,12 @@ REFUSED: list[tuple[str, dict[str, dict[str, Any]], str]] = [
     ("mistral3", {"processor": {"image_break_token": "[BREAK]"}}, "the tokenizer has no token '[BREAK]'"),
     (
         "qwen2_vl",
-        {"config": {"model_type": "gemma3"}},
-        "'gemma3' are not read: tokens of an image attend to each other",
+        {"config": {"model_type": "gemma4"}},
+        "'gemma4' are not read: tokens of an image attend to each other",
     ),
+    ("gemma3", {"preprocessor": {"do_pan_and_scan": True}}, "do_pan_and_scan in preprocessor_config.json is True"),
+    ("gemma3", {"preprocessor": {"size": {"height": 28, "width": 28}}}, "must be the height and width of 24 pixels"),
+    ("gemma3", {"processor": {"image_seq_length": 16}}, "16 in processor_config.json and 9 in config.json"),
     ("qwen2_vl", {"config": {"model_type": "new_vl"}}, "'new_vl' are not read: no layout of its images is known"),
 ]
 

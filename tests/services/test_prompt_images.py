@@ -106,7 +106,7 @@ REFUSED: dict[str, tuple[pb.GenerateRequest, Change, str]] = {
     "a part": (
         request(DATA, image_file(31, 31)),
         lambda model: model,
-        "parts[1].image has a part of 31 tokens; the workers keep at most 30 (--encoder-cache-size)",
+        "parts[1].image has a part of 31 tokens; the workers read at most 30 (--encoder-cache-size, ",
     ),
     "log-probabilities": (
         request(DATA, sampling=pb.SamplingParams(prompt_logprobs=1)),

@@ -106,7 +106,7 @@ REFUSED: dict[str, tuple[pb.GenerateRequest, Change, str]] = {
     "many tokens": (
         request(SOUND),
         lambda model: replace(model, encoder_cache_size=6),
-        "parts[0].sound has a part of 7 tokens; the workers keep at most 6",
+        "parts[0].sound has a part of 7 tokens; the workers read at most 6",
     ),
     "no sounds": (
         chat("a", SOUND),

@@ -38,7 +38,8 @@ CHATS: list[list[int | Picture]] = [[5, WIDE, 7], [TALL, 9], [WIDE, TALL, WIDE, 
 
 def template(family: str) -> str:
     begin, end = AROUND.get(family, ("", ""))
-    image = f"{begin}{FAMILIES[family].image_token}{end}"
+    mark = "<start_of_image>" if family == "gemma3" else FAMILIES[family].image_token
+    image = f"{begin}{mark}{end}"
     return (
         "{% for m in messages %}{% for c in m['content'] %}{% if c['type'] == 'image' %}{{ '"
         + image
@@ -66,7 +67,7 @@ def continuation(oracle: ImageOracle, prompt: Prompt) -> tuple[list[int], int]:
     return known[len(token_ids) :], len(token_ids)
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "smolvlm"])
+@pytest.fixture(scope="module", params=["gemma3", "qwen2_5_vl", "smolvlm"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = make_model(tmp_path_factory.mktemp("images") / request.param, request.param)
     (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template(request.param)}))
@@ -75,9 +76,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 async def served(model: Path) -> AsyncIterator[tuple[str, Client]]:
-    """Steps of 16 tokens, so that prompts are computed in chunks."""
+    """Steps of 16 tokens, so that prompts are computed in chunks; and of more if they compute an image whole."""
+    num_tokens = 20 if model.name == "gemma3" else 16
     async with (
-        worker_in_process(model, max_num_batched_tokens=16) as worker,
+        worker_in_process(model, max_num_batched_tokens=num_tokens, max_num_seqs=4) as worker,
         scheduler(worker.address, model=str(model)) as one,
         Client(one.target) as client,
     ):

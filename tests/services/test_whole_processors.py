@@ -11,6 +11,8 @@ from image_models import write_image_model
 from PIL import Image
 from transformers import PreTrainedTokenizerFast, ProcessorMixin
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
@@ -23,13 +25,17 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from pagewire_common.images.families import read_image_layouts
 
 WHOLE: dict[str, tuple[Any, Any, str]] = {
+    "gemma3": (Gemma3Processor, Gemma3ImageProcessorPil, "<start_of_image>"),
     "idefics3": (Idefics3Processor, Idefics3ImageProcessorPil, "<image>"),
     "internvl": (InternVLProcessor, GotOcr2ImageProcessorPil, "<IMG_CONTEXT>"),
     "llava": (LlavaProcessor, CLIPImageProcessorPil, "<image>"),
     "qwen2_vl": (Qwen2VLProcessor, Qwen2VLImageProcessorPil, "<|image_pad|>"),
     "qwen3_vl": (Qwen3VLProcessor, Qwen2VLImageProcessorPil, "<|image_pad|>"),
 }
-INTERNVL_TOKENS = {
+TOKENS = {
+    "boi_token": "<start_of_image>",
+    "image_token": "<image_soft_token>",
+    "eoi_token": "<end_of_image>",
     "context_image_token": "<IMG_CONTEXT>",
     "start_image_token": "<img>",
     "end_image_token": "</img>",
@@ -42,24 +48,26 @@ def test_prompts_are_those_of_whole_processors(name: str, tmp_path: Path, monkey
     folder, (kind, image_kind, mark) = write_image_model(tmp_path, name), WHOLE[name]
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"),
-        extra_special_tokens=INTERNVL_TOKENS if name == "internvl" else {},
+        extra_special_tokens=TOKENS if name in ("gemma3", "internvl") else {},
     )
     files = {path.name: json.loads(path.read_text()) for path in folder.glob("*processor_config.json")}
     stated = {key: value for key, value in files.get("processor_config.json", {}).items() if key != "processor_class"}
     # Video processors need torchvision, and are not used here.
     monkeypatch.setattr(ProcessorMixin, "check_argument_for_proper_class", lambda *_: None)
-    videos = {} if name in ("idefics3", "llava") else {"video_processor": SimpleNamespace(valid_kwargs=None)}
+    videos = {} if name in ("gemma3", "idefics3", "llava") else {"video_processor": SimpleNamespace(valid_kwargs=None)}
     images = image_kind(**files["preprocessor_config.json"])
     processor = kind(image_processor=images, tokenizer=tokenizer, **videos, **stated)
     layouts, numbers = read_image_layouts(folder), random.Random(1)
     assert layouts is not None
     for _ in range(8):
         sizes = [(numbers.randint(4, 150), numbers.randint(4, 150)) for _ in range(numbers.randint(1, 3))]
-        text = "".join(f"Image {number}: {mark} and\n" for number in range(len(sizes)))
+        around = [numbers.choice(["", "\n", "\n\n", " and\n"]) for _ in range(2)]
+        text = "".join(f"Image {number}:{around[0]}{mark}{around[1]}" for number in range(len(sizes)))
         loaded = [Image.new("RGB", size, (9, 99, 199)) for size in sizes]
-        expected = processor(images=[loaded] if name == "idefics3" else loaded, text=[text])["input_ids"][0]
+        expected = processor(images=[loaded] if name in ("gemma3", "idefics3") else loaded, text=[text])["input_ids"][0]
         found: list[int] = []
         remaining = iter(sizes)
         for token_id in tokenizer(text, add_special_tokens=False)["input_ids"]:
             found += layouts.of(*next(remaining)).token_ids if token_id == layouts.placeholder_id else [token_id]
-        assert found == list(expected)
+        joined, _ = layouts.join_newlines(found, [])
+        assert joined == list(expected)

@@ -41,9 +41,16 @@ class EncodedImages:
         return tuple(images)
 
     def check(self, chunks: Iterable[ScheduledChunk]) -> None:
-        """Raise InvalidStepError if a chunk needs an image that is not encoded."""
+        """Raise InvalidStepError if a chunk needs an image that is not encoded, or ends inside an image whose tokens
+        attend to each other in both directions."""
+        attends_both_ways = self._limits.images is not None and self._limits.images.attends_both_ways
         for chunk in chunks:
-            for item, start, _ in chunk.parts_of_items() if chunk.sequence.items else ():
+            for item, start, stop in chunk.parts_of_items() if chunk.sequence.items else ():
+                if attends_both_ways and item.encoded is not None and stop < item.stop:
+                    raise InvalidStepError(
+                        f"sequence {chunk.sequence.sequence_id} computes tokens {start} to {stop - 1} of an image that "
+                        f"ends with token {item.stop - 1}; its tokens attend to each other in both directions"
+                    )
                 if item.encoded is not None and item.encoded not in self._sizes:
                     raise InvalidStepError(
                         f"sequence {chunk.sequence.sequence_id} computes token {start}, whose image is not encoded"

@@ -79,7 +79,8 @@ class PromptBuilder:
             invalid(f"{name} {error}")
         most = self._model.encoder_cache_size
         if (largest := max(part.stop - part.start for part in layout.parts)) > most:
-            invalid(f"{name} has a part of {largest} tokens; the workers keep at most {most} (--encoder-cache-size)")
+            limits = "--encoder-cache-size, or --max-num-batched-tokens minus --max-num-seqs"
+            invalid(f"{name} has a part of {largest} tokens; the workers read at most {most} ({limits})")
         start = len(self.token_ids)
         self.add_tokens(name, array("I", layout.token_ids))
         for number, part in enumerate(layout.parts):
@@ -110,6 +111,10 @@ async def expand_images(
     for (name, data), (place, following) in zip(images, pairwise([*places, len(rendered)]), strict=True):
         await (built.add_sound if is_sound(name) else built.add_image)(name, data)
         built.add_tokens("chat", rendered[place + 1 : following])
+    if layouts is not None and layouts.newlines:
+        token_ids, starts = layouts.join_newlines(built.token_ids, [item.start for item in built.items])
+        built.token_ids = array("I", token_ids)
+        built.items = [item._replace(start=start) for item, start in zip(built.items, starts, strict=True)]
     return built
 
 

@@ -99,6 +99,12 @@ class ImageWorker:
         answer = self.opened.compute(message)
         return answer if isinstance(answer, pb.ModelOutput) else answer.finish()
 
+    def end(self, asked: Asked, stop: int) -> int:
+        """The end of a chunk, or of the image that it may not end inside."""
+        ends = {item.start: item.start + item.num_embeddings for item in asked.message.items}
+        cut = [end for start, end in ends.items() if self.layouts.attends_both_ways and start < stop < end]
+        return max([stop, *cut])
+
     def generate(self, asked: Sequence[Asked], count: int, chunk: int = 4096) -> dict[int, list[int]]:
         """`count` tokens of each sequence, together, with chunks of the prompts."""
         known = {one.sequence_id: len(one.message.token_ids) for one in asked}
@@ -106,7 +112,7 @@ class ImageWorker:
         found: dict[int, list[int]] = {one.sequence_id: [] for one in asked}
         new: Sequence[Asked] = asked
         while scheduled := [
-            (one, computed[one.sequence_id], min(known[one.sequence_id], computed[one.sequence_id] + chunk))
+            (one, start := computed[one.sequence_id], self.end(one, min(known[one.sequence_id], start + chunk)))
             for one in asked
             if len(found[one.sequence_id]) < count
         ]:

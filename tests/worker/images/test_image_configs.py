@@ -38,6 +38,19 @@ LLAVA: dict[str, Any] = {
         "vocab_size": 32000,
     },
 }  # fmt: skip
+GEMMA3: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "boi_token_index": 255999,
+    "eoi_token_index": 256000, "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02,
+    "mm_tokens_per_image": 256, "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0",
+    "text_config": {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    },
+    "vision_config": {
+        "hidden_size": 1152, "image_size": 896, "intermediate_size": 4304, "model_type": "siglip_vision_model",
+        "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": False,
+    },
+}  # fmt: skip
 QWEN2_5_VL: dict[str, Any] = {
     "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "attention_dropout": 0.0,
     "bos_token_id": 151643, "eos_token_id": 151645, "vision_start_token_id": 151652, "vision_end_token_id": 151653,
@@ -55,10 +68,10 @@ QWEN2_5_VL: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("json", [SMOLVLM, LLAVA, QWEN2_5_VL], ids=["smolvlm", "llava", "qwen2_5_vl"])
+@pytest.mark.parametrize("json", [SMOLVLM, LLAVA, QWEN2_5_VL, GEMMA3], ids=lambda json: json["model_type"])
 def test_published_files_are_read(json: dict[str, Any]) -> None:
     text, config, images = json.get("text_config", json), read_config(json), ImageConfig.from_json(json)
-    assert config.max_model_len == text["max_position_embeddings"]
+    assert config.max_model_len == text.get("max_position_embeddings", 131_072)
     assert config.hidden_size == text.get("hidden_size", 4096)
     assert images.network.vision_config.hidden_size == json["vision_config"]["hidden_size"]
 

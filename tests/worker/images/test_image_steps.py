@@ -34,9 +34,9 @@ class Case:
         self.one, self.two, self.last = (self.oracle.greedy(prompt, COUNT)[0] for prompt in (ONE, TWO, LAST))
 
 
-@pytest.fixture(scope="module", params=["smolvlm", "qwen3_vl"])
+@pytest.fixture(scope="module", params=["smolvlm", "qwen3_vl", "gemma3"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """Tiles, and positions in three axes with hidden states that are added later."""
+    """Tiles; positions in three axes with hidden states that are added later; attention in both directions."""
     return Case(make_model(tmp_path_factory.mktemp("images"), request.param))
 
 
@@ -61,8 +61,10 @@ def test_log_probabilities_are_those_of_transformers(case: Case, worker: ImageWo
     token_ids, pictures = expand(TWO, worker.layouts)
     expected = case.oracle.logprobs(token_ids, [one for _, one in pictures])
     rows: list[list[float]] = []
-    for start in range(0, len(token_ids), 9):
-        answer = worker.step([asked] if not start else [], [(asked, start, min(start + 9, len(token_ids)), False)])
+    stop = 0
+    while (start := stop) < len(token_ids):
+        stop = worker.end(asked, min(start + 9, len(token_ids)))
+        answer = worker.step([asked] if not start else [], [(asked, start, stop, False)])
         for report in answer.prompt_logprobs:
             for begin in range(0, len(report.token_ids), report.width):
                 entries = slice(begin + 1, begin + 1 + size)
@@ -101,6 +103,25 @@ def test_a_preempted_sequence_is_recomputed_with_images_that_are_held_or_encoded
     names = [pb.EncoderItem(digest=item.digest, part=item.image.part) for item in dropped]
     answer = worker.step([again], [(again, 0, length, True)], preempted=[0], dropped_embeddings=names)
     assert decode(worker, again, answer.token_ids[0]) == case.two
+
+
+def test_a_chunk_may_begin_but_not_end_inside_an_image_whose_tokens_attend_both_ways(
+    case: Case, worker: ImageWorker
+) -> None:
+    """It begins inside an image of which the first blocks are cached."""
+    if not worker.layouts.attends_both_ways:
+        pytest.skip("its chunks may end anywhere")
+    first = worker.ask(0, TWO)
+    assert worker.generate([first], COUNT)[0] == case.two
+    item = first.message.items[1]
+    computed = (item.start + item.num_embeddings) // BLOCK * BLOCK
+    assert computed > item.start
+    later = worker.ask(1, TWO, num_computed=computed, first_block=0)
+    answer = worker.step([later], [(later, computed, len(later.message.token_ids), True)], finished=[0])
+    assert decode(worker, later, answer.token_ids[0]) == case.two
+    cut = worker.ask(2, ONE)
+    with pytest.raises(RequestError, match=r"computes tokens \d+ to \d+ of an image that ends with token"):
+        worker.step([cut], [(cut, 0, cut.message.items[0].start + 3, False)])
 
 
 def test_an_image_that_cannot_be_read_fails_and_others_live_on(case: Case, worker: ImageWorker) -> None:
@@ -208,6 +229,6 @@ def test_adapters_of_the_whole_network_change_its_decoder_and_those_of_its_tower
     expected = oracle.greedy(TWO, COUNT)[0]
     assert expected != case.two
     assert worker.generate([asked, worker.ask(1, TWO)], COUNT, 11) == {0: expected, 1: case.two}
-    save_adapter(tmp_path / "tower", ImageOracle(case.path)._model, r".*(vision_model.*q_proj|visual.*qkv)")
+    save_adapter(tmp_path / "tower", ImageOracle(case.path)._model, r".*(vision_(model|tower).*q_proj|visual.*qkv)")
     with pytest.raises(AdapterError, match=r"this model has no adapters for 'model\.vis"):
         load(adapters, tmp_path / "tower", tmp_path / "received too")

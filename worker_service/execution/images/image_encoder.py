@@ -56,8 +56,12 @@ NONE_ENCODED = Encoded()
 class ImageEncoder:
     """Only the device thread calls these methods, except `received`."""
 
-    def __init__(self, tower: Tower, processing: ImageProcessing, image_token_id: int) -> None:
+    def __init__(
+        self, tower: Tower, processing: ImageProcessing, image_token_id: int, *, attends_both_ways: bool = False
+    ) -> None:
+        """attends_both_ways: see `ImageLayouts`."""
         self.processing = processing
+        self.attends_both_ways = attends_both_ways
         self._tower = tower
         self._image_token_id = image_token_id
         # None for an image that could not be read.

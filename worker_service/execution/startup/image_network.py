@@ -85,7 +85,8 @@ class ImageNetwork:
         read = PixelReader(folder, config).read if isinstance(config, ImageConfig) else SoundReader(folder).read
         self.checkpoint.load_into(tower.checkpoint_tensors())
         tower.pack()
-        return ImageEncoder(tower, ImageProcessing(reader_process().begin(read)), self.layouts.image_token_id)
+        processing, layouts = ImageProcessing(reader_process().begin(read)), self.layouts
+        return ImageEncoder(tower, processing, layouts.image_token_id, attends_both_ways=layouts.attends_both_ways)
 
     def cache_bytes(self, num_tokens: int, hidden_size: int) -> int:
         """Bytes of the embeddings of so many tokens."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -49,7 +50,12 @@ class Batch:
 
 
 def build_batch(
-    chunks: Sequence[ScheduledChunk], block_size: int, device: torch.device, further_sizes: Sequence[int] = ()
+    chunks: Sequence[ScheduledChunk],
+    block_size: int,
+    device: torch.device,
+    further_sizes: Sequence[int] = (),
+    *,
+    images_attend_both_ways: bool = False,
 ) -> Batch:
     """Build the tensors in host memory, and copy each to the device as a whole. At least one chunk is required.
 
@@ -62,6 +68,7 @@ def build_batch(
     sequence = np.repeat(np.arange(len(chunks)), query_lens)
     positions = np.arange(query_start[-1]) + (starts - query_start[:-1])[sequence]
 
+    visible_ends = _visible_ends(chunks, positions, query_start) if images_attend_both_ways else None
     token_ids = np.empty(query_start[-1], dtype=np.int64)
     for row, chunk in enumerate(chunks):
         token_ids[query_start[row] : query_start[row + 1]] = chunk.token_ids
@@ -73,7 +80,8 @@ def build_batch(
             table = chunk.sequence.further_tables[group - 1] if group else chunk.sequence.block_ids
             block_tables[row, : num_blocks[row]] = table[: num_blocks[row]]
         slots = block_tables[sequence, positions // size] * size + positions % size if size else positions[:0]
-        metadata = AttentionMetadata.build(query_lens.tolist(), stops.tolist(), torch.from_numpy(block_tables), device)
+        tables = torch.from_numpy(block_tables)
+        metadata = AttentionMetadata.build(query_lens.tolist(), stops.tolist(), tables, device, visible_ends)
         return upload(slots, torch.int64, device), metadata
 
     slots, attention = place(0, block_size)
@@ -85,6 +93,19 @@ def build_batch(
         query_start=tuple(query_start.tolist()),
         further=[place(group, size) for group, size in enumerate(further_sizes, 1)],
     )
+
+
+def _visible_ends(
+    chunks: Sequence[ScheduledChunk], positions: npt.NDArray[np.int64], query_start: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64] | None:
+    """See `AttentionMetadata`. None if no chunk has tokens of an image."""
+    ends = None
+    for chunk, row in zip(chunks, query_start.tolist(), strict=False):
+        for item, start, stop in chunk.parts_of_items() if chunk.sequence.items else ():
+            if item.image is not None:
+                ends = positions.copy() if ends is None else ends
+                ends[row + start - chunk.start : row + stop - chunk.start] = item.stop - 1
+    return ends
 
 
 def _without_late(chunks: Sequence[ScheduledChunk], late: Set[int]) -> Sequence[ScheduledChunk]:
@@ -251,7 +272,8 @@ class ModelRunner(Runner):
         assert before is None
         cache = self.cache_engine.cache
         block_size, *further = cache.block_sizes if isinstance(cache, GroupedCache) else (cache.shape[3],)
-        batch = build_batch(chunks, block_size, self.device, further)
+        both_ways = self.images is not None and self.images.attends_both_ways
+        batch = build_batch(chunks, block_size, self.device, further, images_attend_both_ways=both_ways)
         slots: Slots = batch.slots
         attention: Attention = batch.attention
         if isinstance(cache, GroupedCache):

@@ -10,12 +10,14 @@ _OLD = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta
 
 def spellings(name: str) -> Iterator[str]:
     """Yield the given name first. Names lack their first part ("bert.") if a network was saved without its head. Text
-    networks that were saved with a network for images are a part of a whole. `model` may be `backbone` (Nemotron-H)."""
+    networks that were saved with a network for images are a part of a whole. `model` may be `backbone` (Nemotron-H).
+    Published towers of CLIP and SigLIP have one more part in their names."""
     first, _, rest = name.partition(".")
     in_whole = [f"language_model.{name}"]
     if first == "model":
         in_whole += [f"model.language_model.{rest}", f"model.text_model.{rest}", f"backbone.{rest}"]
-    for one in (name, rest, *in_whole):
+    towers = [rest.replace("vision_tower.", "vision_tower.vision_model.", 1)] if "vision_tower." in rest else []
+    for one in (name, rest, *towers, *in_whole):
         if one:
             yield one
             for new, old in _OLD.items():

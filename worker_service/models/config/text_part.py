@@ -38,6 +38,7 @@ _OF_GEMMA4 = frozenset({"audio_config", "audio_ms_per_token", "audio_soft_tokens
                         "vision_soft_tokens_per_video_frame"})  # fmt: skip
 _OF_AUDIO = frozenset({"audio_config", "audio_token_id", "audio_token_index", "ignore_index"})
 _FAMILIES = {
+    "gemma3": _Whole("Gemma3", "gemma3_text", _OF_LLAMA4 | {"mm_tokens_per_image"}, ties=True),
     "gemma4": _Whole("Gemma4", "gemma4_text", _OF_GEMMA4, ties=True, pads=True),
     "gemma4_unified": _Whole("Gemma4Unified", "gemma4_unified_text", _OF_GEMMA4, ties=True, pads=True),
     "idefics3": _Whole("Idefics3", "llama", _OF_IDEFICS, takes_others=True),
@@ -60,6 +61,10 @@ _UNUSED_BY_IDEFICS = ("neftune_noise_alpha", "perceiver_config")
 _FLAT = ("qwen2_5_vl", "qwen2_vl")
 """Families whose older files have the text network's keys beside those of the images."""
 _DEFAULTS: Mapping[str, Mapping[str, object]] = {
+    "gemma3_text": {
+        "hidden_size": 2304, "intermediate_size": 9216, "max_position_embeddings": 131_072, "num_attention_heads": 8,
+        "num_hidden_layers": 26, "vocab_size": 262_208,
+    },
     "llama": {
         "hidden_size": 4096, "intermediate_size": 11_008, "max_position_embeddings": 2048, "num_attention_heads": 32,
         "num_hidden_layers": 32, "vocab_size": 32_000,

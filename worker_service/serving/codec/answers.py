@@ -82,6 +82,7 @@ def encode_worker_info(
         prompt_embeds_size=limits.prompt_embeds_size,
         encoder_cache_size=limits.encoder_cache_size,
         encoder_budget=limits.encoder_budget,
+        images_attend_both_ways=limits.images is not None and limits.images.attends_both_ways,
     )
 
 
