@@ -1,12 +1,9 @@
 """The tokens of an image in a prompt."""
 
-from bisect import bisect_right
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import NamedTuple
-
-import numpy as np
 
 
 class ImagePart(NamedTuple):
@@ -51,18 +48,18 @@ class ImageLayouts:
     attends_both_ways: bool = False
     newlines: Sequence[Sequence[int]] = ()
 
-    def join_newlines(self, token_ids: Sequence[int], starts: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-        """Write successive newlines as the tokenizer writes them. `starts`: places of other tokens in `token_ids`.
-        Returns both."""
+    def join_newlines(self, before: "array[int]", after: "array[int]") -> "array[int]":
+        """Returns `after` with the newlines at the end of `before`, which are removed there, written as the tokenizer
+        writes them together with those that follow."""
         numbers = {run[0]: number for number, run in enumerate(self.newlines) if len(run) == 1}
-        are_newlines = np.isin(np.asarray(token_ids), [*numbers]).tolist()
-        found: list[int] = []
-        ends, removed = [0], [0]
-        for is_run, group in groupby(range(len(token_ids)), are_newlines.__getitem__):
-            tokens = [token_ids[place] for place in group]
-            number = sum(numbers[token] for token in tokens) if is_run and len(tokens) > 1 else len(self.newlines)
-            found += self.newlines[number] if number < len(self.newlines) else tokens
-            ends.append(ends[-1] + len(tokens))
-            removed.append(ends[-1] - len(found))
-        moved = [start - removed[bisect_right(ends, start) - 1] for start in starts]
-        return found, moved
+        first, stop, number = len(before), 0, 0
+        while first and before[first - 1] in numbers and number < len(self.newlines):
+            first -= 1
+            number += numbers[before[first]]
+        while first < len(before) and stop < len(after) and after[stop] in numbers and number < len(self.newlines):
+            number += numbers[after[stop]]
+            stop += 1
+        if not stop or number >= len(self.newlines):
+            return after
+        del before[first:]
+        return array("I", self.newlines[number]) + after[stop:]

@@ -82,6 +82,19 @@ async def test_placeholders_of_a_chat_are_replaced_in_order(model: ServedModel) 
             await expand_images([70, *[PLACEHOLDER] * number], [("a", DATA), ("b", DATA)], model)
 
 
+async def test_newlines_around_an_image_are_joined_with_those_of_a_chat(model: ServedModel) -> None:
+    """There are tokens of up to four newlines; more are two tokens."""
+    newlines = [[], *([10 * number] for number in range(1, 5)), [40, 10]]
+    square = ImageLayout((20, IMAGE, IMAGE, 20), (Tokens(1, 3),))
+    assert model.images is not None
+    model = replace(model, images=replace(model.images, newlines=newlines, of=lambda *_: square))
+    tokens = [10, PLACEHOLDER, 30, PLACEHOLDER, PLACEHOLDER, 10, 10, 70]
+    built = await expand_images(tokens, [(name, DATA) for name in "abc"], model)
+    # Seven newlines are more than the longest run that is known.
+    assert list(built.token_ids) == [30, IMAGE, IMAGE, 40, 10, 20, IMAGE, IMAGE, 40, IMAGE, IMAGE, 40, 70]
+    assert [item.start for item in built.items] == [1, 6, 9]
+
+
 async def refusal(model: ServedModel, message: pb.GenerateRequest) -> RequestError:
     with pytest.raises(RequestError) as caught:
         await check_request(message, "a", model)

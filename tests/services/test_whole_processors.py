@@ -2,6 +2,7 @@
 
 import json
 import random
+from array import array
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,9 +66,9 @@ def test_prompts_are_those_of_whole_processors(name: str, tmp_path: Path, monkey
         text = "".join(f"Image {number}:{around[0]}{mark}{around[1]}" for number in range(len(sizes)))
         loaded = [Image.new("RGB", size, (9, 99, 199)) for size in sizes]
         expected = processor(images=[loaded] if name in ("gemma3", "idefics3") else loaded, text=[text])["input_ids"][0]
-        found: list[int] = []
+        found = array("I")
         remaining = iter(sizes)
         for token_id in tokenizer(text, add_special_tokens=False)["input_ids"]:
-            found += layouts.of(*next(remaining)).token_ids if token_id == layouts.placeholder_id else [token_id]
-        joined, _ = layouts.join_newlines(found, [])
-        assert joined == list(expected)
+            new = layouts.of(*next(remaining)).token_ids if token_id == layouts.placeholder_id else [token_id]
+            found += layouts.join_newlines(found, array("I", new))
+        assert list(found) == list(expected)

@@ -19,12 +19,13 @@ from scheduler_service.frontend.model import ServedModel
 
 
 class PromptBuilder:
-    """The tokens and items of the parts that have been added. `name`: the field that contains them, for errors."""
+    """The tokens and items of the parts that have been added. `name`: the field that contains them, for errors.
+    `is_one_text`: whether newlines around an image are joined with the text's, as in a text that contains images."""
 
-    def __init__(self, model: ServedModel, name: str = "parts") -> None:
+    def __init__(self, model: ServedModel, name: str = "parts", *, is_one_text: bool = False) -> None:
         self.token_ids = array("I")
         self.items: list[PromptItem] = []
-        self._model, self._name = model, name
+        self._model, self._name, self._is_one_text = model, name, is_one_text
         self._num_images = self._num_image_bytes = self._num_pixels = 0
         self._num_sounds = self._num_sound_bytes = self._num_samples = 0
 
@@ -81,8 +82,9 @@ class PromptBuilder:
         if (largest := max(part.stop - part.start for part in layout.parts)) > most:
             limits = "--encoder-cache-size, or --max-num-batched-tokens minus --max-num-seqs"
             invalid(f"{name} has a part of {largest} tokens; the workers read at most {most} ({limits})")
-        start = len(self.token_ids)
-        self.add_tokens(name, array("I", layout.token_ids))
+        token_ids = array("I", layout.token_ids)
+        self.add_tokens(name, layouts.join_newlines(self.token_ids, token_ids) if self._is_one_text else token_ids)
+        start = len(self.token_ids) - len(token_ids)
         for number, part in enumerate(layout.parts):
             image = ImagePart(width, height, number)
             size = part.stop - part.start
@@ -97,24 +99,23 @@ async def expand_images(
     `images`: names for errors, and files: all images, or all sounds. Raises RequestError, also if their number is not
     that of the placeholders.
     """
-    layouts = require_layouts(images[0][0], model) if images else None
     rendered = await take_token_ids(token_ids)
-    built = PromptBuilder(model, "chat")
-    places = np.flatnonzero(np.asarray(rendered) == layouts.placeholder_id).tolist() if layouts is not None else []
+    built = PromptBuilder(model, "chat", is_one_text=True)
+    if not images:
+        built.add_tokens("chat", rendered)
+        return built
+    layouts = require_layouts(images[0][0], model)
+    places = np.flatnonzero(np.asarray(rendered) == layouts.placeholder_id).tolist()
     if len(places) != len(images):
         kind = "sounds" if is_sound(images[0][0]) else "images"
         invalid(
             f"chat has {len(images)} {kind}, and {len(places)} placeholders of {kind} after it was rendered with the "
             "model's chat template; the numbers must be equal"
         )
-    built.add_tokens("chat", rendered[: places[0]] if places else rendered)
+    built.add_tokens("chat", rendered[: places[0]])
     for (name, data), (place, following) in zip(images, pairwise([*places, len(rendered)]), strict=True):
         await (built.add_sound if is_sound(name) else built.add_image)(name, data)
-        built.add_tokens("chat", rendered[place + 1 : following])
-    if layouts is not None and layouts.newlines:
-        token_ids, starts = layouts.join_newlines(built.token_ids, [item.start for item in built.items])
-        built.token_ids = array("I", token_ids)
-        built.items = [item._replace(start=start) for item, start in zip(built.items, starts, strict=True)]
+        built.add_tokens("chat", layouts.join_newlines(built.token_ids, rendered[place + 1 : following]))
     return built
 
 
