@@ -67,6 +67,25 @@ FAMILIES: Mapping[str, Mapping[str, dict[str, Any]]] = {
             "processor_class": "LlavaProcessor",
         },
     },
+    "llava_next": {
+        "config": {
+            "image_token_index": "<image>",
+            "vision_config": {"model_type": "clip_vision_model", "image_size": 24, "patch_size": 6},
+            "image_grid_pinpoints": [[24, 48], [48, 24], [48, 48], [72, 24], [24, 72]],
+        },
+        "preprocessor": {
+            "image_processor_type": "LlavaNextImageProcessor",
+            "size": {"shortest_edge": 24},
+            "crop_size": {"height": 24, "width": 24},
+            "image_grid_pinpoints": [[24, 48], [48, 24], [48, 48], [72, 24], [24, 72]],
+        },
+        "processor": {
+            "patch_size": 6,
+            "num_additional_image_tokens": 1,
+            "vision_feature_select_strategy": "default",
+            "processor_class": "LlavaNextProcessor",
+        },
+    },
     "siglip": {
         "config": {
             "model_type": "llava",

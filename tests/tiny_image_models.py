@@ -54,6 +54,7 @@ _CLIP_PIXELS = {
     "image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 28},
     "crop_size": {"height": 28, "width": 28},
 }  # fmt: skip
+_CANVASES = [[28, 56], [56, 28], [56, 56]]
 _IDEFICS = {
     "vision_config": _SIDES, "scale_factor": 2, "text_config": {"model_type": "llama", **_TEXT},
 }  # fmt: skip
@@ -114,6 +115,14 @@ FAMILIES: Mapping[str, Family] = {
          "text_config": {"model_type": "llama", **_TEXT}, "image_seq_length": 16},
         "<image>", _CLIP_PIXELS,
         {"processor_class": "LlavaProcessor", "patch_size": 7, "num_additional_image_tokens": 1,
+         "vision_feature_select_strategy": "default"},
+    ),
+    "llava_next": Family(
+        {"vision_config": {"model_type": "clip_vision_model", **_SIDES},
+         "text_config": {"model_type": "llama", **_TEXT}, "image_grid_pinpoints": _CANVASES},
+        "<image>",
+        _CLIP_PIXELS | {"image_processor_type": "LlavaNextImageProcessor", "image_grid_pinpoints": _CANVASES},
+        {"processor_class": "LlavaNextProcessor", "patch_size": 7, "num_additional_image_tokens": 1,
          "vision_feature_select_strategy": "default"},
     ),
     "llava of siglip": Family(

@@ -7,14 +7,15 @@ from typing import Any
 
 import tokenizers
 
-from pagewire_common.images.gemma import gemma3_layouts
-from pagewire_common.images.idefics import idefics_layouts
-from pagewire_common.images.internvl import internvl_layouts
 from pagewire_common.images.layout import ImageLayouts
-from pagewire_common.images.llava import llava_layouts
 from pagewire_common.images.model_images import Encode, ModelImages
-from pagewire_common.images.pixtral import pixtral_layouts
-from pagewire_common.images.qwen import qwen_layouts
+from pagewire_common.images.of_family.gemma import gemma3_layouts
+from pagewire_common.images.of_family.idefics import idefics_layouts
+from pagewire_common.images.of_family.internvl import internvl_layouts
+from pagewire_common.images.of_family.llava import llava_layouts
+from pagewire_common.images.of_family.llava_next import llava_next_layouts
+from pagewire_common.images.of_family.pixtral import pixtral_layouts
+from pagewire_common.images.of_family.qwen import qwen_layouts
 from pagewire_common.images.settings import Settings
 from pagewire_common.model_files.json_text import loads
 from pagewire_common.model_files.shown import shown
@@ -28,6 +29,7 @@ _FAMILIES: Mapping[str, Callable[[ModelImages], ImageLayouts]] = {
     "idefics3": idefics_layouts,
     "internvl": internvl_layouts,
     "llava": llava_layouts,
+    "llava_next": llava_next_layouts,
     "mistral3": partial(pixtral_layouts, image_token_id=10),
     "qwen2_vl": partial(qwen_layouts, patch_size=14, image_token_id=151655),
     "qwen2_5_vl": partial(qwen_layouts, patch_size=14, image_token_id=151655),
@@ -41,7 +43,6 @@ _BOTH_WAYS = "tokens of an image attend to each other in both directions"
 _REFUSED = {
     **dict.fromkeys(("gemma3n", "gemma4", "paligemma"), _BOTH_WAYS),
     "mllama": "its decoder attends to images in layers of their own",
-    "llava_next": "the embeddings of an image depend on all its tiles together",
     "llava_onevision": "the tokens of an image depend on the number of images beside it",
 }
 """Families whose images are not read, with the reason."""

@@ -5,6 +5,7 @@ from typing import Any
 
 from pagewire_common.model_files.shown import shown
 
+_MAX_PAIRS = 256
 LARGEST = 1 << 26
 """Largest size in pixels, and number of pixels, that a file may state."""
 _PIXELS = (
@@ -62,6 +63,18 @@ class Settings:
             raise self.refused(key, "an object")
         given = {name: number for name, number in value.items() if number is not None}
         return {name: self._integer(f"{key}.{name}", number, 1) for name, number in given.items()}
+
+    def pairs(self, key: str, default: list[list[int]]) -> list[tuple[int, int]]:
+        """A list of pairs of sizes in pixels."""
+        value = self._value(key, default)
+        if not isinstance(value, list) or not 1 <= len(value) <= _MAX_PAIRS:
+            raise self.refused(key, f"a list of 1 to {_MAX_PAIRS} pairs")
+        found = []
+        for pair in value:
+            if not isinstance(pair, list) or len(pair) != 2:
+                raise self.refused(key, "a list of pairs")
+            found.append((self._integer(key, pair[0], 1), self._integer(key, pair[1], 1)))
+        return found
 
     def group(self, key: str) -> "Settings":
         value = self._value(key, {})

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava.processing_llava import LlavaProcessor
+from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 from transformers.models.pixtral import image_processing_pil_pixtral
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
@@ -100,6 +102,15 @@ def expected_of(name: str, folder: Path) -> Expected:
 
         def text(*_: int) -> tuple[str, int]:
             return f"\n\n<start_of_image>{'<image_soft_token>' * number}<end_of_image>\n\n", 1
+    elif name == "llava_next":
+        stub = SimpleNamespace(image_processor=SimpleNamespace(**images), image_token="<image>", **stated)
+        stub._get_unpadded_features = partial(LlavaNextProcessor._get_unpadded_features, stub)
+        stub._get_number_of_features = partial(LlavaNextProcessor._get_number_of_features, stub)
+        side = images["crop_size"]["height"]
+
+        def text(width: int, height: int) -> tuple[str, int]:
+            found = {"image_sizes": [(height, width)], "pixel_values": [[np.zeros((3, side, side))]]}
+            return LlavaNextProcessor.replace_image_token(stub, found, 0), 1
     elif name == "internvl":
         tiles = GotOcr2ImageProcessorPil(**images)
         stub = SimpleNamespace(
@@ -271,6 +282,10 @@ REFUSED: list[tuple[str, dict[str, dict[str, Any]], str]] = [
         {"config": {"model_type": "gemma4"}},
         "'gemma4' are not read: tokens of an image attend to each other",
     ),
+    ("llava_next", {"preprocessor": {"image_grid_pinpoints": [[24, 48]]}}, "[(24, 48)] in the image processor and"),
+    ("llava_next", {"preprocessor": {"image_grid_pinpoints": [24, 48]}}, "it must be a list of pairs"),
+    ("llava_next", {"preprocessor": {"size": {"shortest_edge": 30}}}, "the size of tiles, which is 24 in crop_size"),
+    ("llava_next", {"processor": {"num_additional_image_tokens": 0}}, "1 in the tower and 0 in processor_config.json"),
     ("gemma3", {"preprocessor": {"do_pan_and_scan": True}}, "do_pan_and_scan in preprocessor_config.json is True"),
     ("gemma3", {"preprocessor": {"size": {"height": 28, "width": 28}}}, "must be the height and width of 24 pixels"),
     ("gemma3", {"processor": {"image_seq_length": 16}}, "16 in processor_config.json and 9 in config.json"),

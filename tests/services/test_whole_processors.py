@@ -19,6 +19,8 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava.processing_llava import LlavaProcessor
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
@@ -30,6 +32,7 @@ WHOLE: dict[str, tuple[Any, Any, str]] = {
     "idefics3": (Idefics3Processor, Idefics3ImageProcessorPil, "<image>"),
     "internvl": (InternVLProcessor, GotOcr2ImageProcessorPil, "<IMG_CONTEXT>"),
     "llava": (LlavaProcessor, CLIPImageProcessorPil, "<image>"),
+    "llava_next": (LlavaNextProcessor, LlavaNextImageProcessorPil, "<image>"),
     "qwen2_vl": (Qwen2VLProcessor, Qwen2VLImageProcessorPil, "<|image_pad|>"),
     "qwen3_vl": (Qwen3VLProcessor, Qwen2VLImageProcessorPil, "<|image_pad|>"),
 }
@@ -55,7 +58,8 @@ def test_prompts_are_those_of_whole_processors(name: str, tmp_path: Path, monkey
     stated = {key: value for key, value in files.get("processor_config.json", {}).items() if key != "processor_class"}
     # Video processors need torchvision, and are not used here.
     monkeypatch.setattr(ProcessorMixin, "check_argument_for_proper_class", lambda *_: None)
-    videos = {} if name in ("gemma3", "idefics3", "llava") else {"video_processor": SimpleNamespace(valid_kwargs=None)}
+    has_none = name in ("gemma3", "idefics3", "llava", "llava_next")
+    videos = {} if has_none else {"video_processor": SimpleNamespace(valid_kwargs=None)}
     images = image_kind(**files["preprocessor_config.json"])
     processor = kind(image_processor=images, tokenizer=tokenizer, **videos, **stated)
     layouts, numbers = read_image_layouts(folder), random.Random(1)

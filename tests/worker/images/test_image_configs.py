@@ -38,6 +38,17 @@ LLAVA: dict[str, Any] = {
         "vocab_size": 32000,
     },
 }  # fmt: skip
+LLAVA_NEXT: dict[str, Any] = {
+    **LLAVA, "architectures": ["LlavaNextForConditionalGeneration"], "model_type": "llava_next",
+    "image_grid_pinpoints": [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]],
+    "use_image_newline_parameter": True, "tie_word_embeddings": False,
+    "text_config": {
+        "_name_or_path": "mistralai/Mistral-7B-Instruct-v0.2", "architectures": ["MistralForCausalLM"],
+        "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mistral",
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "sliding_window": None,
+        "torch_dtype": "bfloat16", "vocab_size": 32064,
+    },
+}  # fmt: skip
 GEMMA3: dict[str, Any] = {
     "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "boi_token_index": 255999,
     "eoi_token_index": 256000, "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02,
@@ -68,7 +79,7 @@ QWEN2_5_VL: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("json", [SMOLVLM, LLAVA, QWEN2_5_VL, GEMMA3], ids=lambda json: json["model_type"])
+@pytest.mark.parametrize("json", [SMOLVLM, LLAVA, LLAVA_NEXT, QWEN2_5_VL, GEMMA3], ids=lambda json: json["model_type"])
 def test_published_files_are_read(json: dict[str, Any]) -> None:
     text, config, images = json.get("text_config", json), read_config(json), ImageConfig.from_json(json)
     assert config.max_model_len == text.get("max_position_embeddings", 131_072)
@@ -85,6 +96,7 @@ def test_published_files_are_read(json: dict[str, Any]) -> None:
             LLAVA | {"text_config": LLAVA["text_config"] | {"model_type": "t5"}},
             "whose text network is 't5' is not supported",
         ),
+        (LLAVA_NEXT | {"use_image_newline_parameter": False}, "use_image_newline_parameter = False"),
         (QWEN2_5_VL | {"odd": 1}, "odd = 1"),
     ],
     ids=str,

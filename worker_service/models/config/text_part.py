@@ -45,6 +45,7 @@ _FAMILIES = {
     "internvl": _Whole("InternVL", "qwen2", _OF_LLAVA | {"downsample_ratio"}, takes_others=True, ties=True),
     "llama4": _Whole("Llama4", "llama4_text", _OF_LLAMA4),
     "llava": _Whole("Llava", "llama", _OF_LLAVA, takes_others=True),
+    "llava_next": _Whole("LlavaNext", "llama", _OF_LLAVA | {"image_grid_pinpoints"}, takes_others=True),
     "mistral3": _Whole("Mistral3", "mistral", _OF_LLAVA | {"spatial_merge_size"}, takes_others=True, ties=True),
     "qwen2_5_vl": _Whole("Qwen2_5_VL", "qwen2_5_vl_text", _OF_QWEN),
     "qwen2_audio": _Whole("Qwen2Audio", "qwen2", _OF_AUDIO),
@@ -106,8 +107,8 @@ def text_part(json: Mapping[str, Any]) -> Mapping[str, Any]:
         return json
     shared = {name: json[name] for name in ("tie_word_embeddings",) if name in json}
     known = {"architectures", "model_type", "text_config", *whole.keys, *shared, *HARMLESS}
-    if json.get("vocab_size") == text.get("vocab_size"):  # repeated
-        known.add("vocab_size")
+    neutral = {"vocab_size": text.get("vocab_size"), "use_image_newline_parameter": True}  # repeated; always so
+    known |= {name for name, value in neutral.items() if json.get(name) == value}
     refuse({name: value for name, value in json.items() if name not in known}, family)
     text_family = text.get("model_type", whole.text)
     if text_family != whole.text and not whole.takes_others:

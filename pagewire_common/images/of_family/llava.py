@@ -6,7 +6,7 @@ from typing import NamedTuple
 from pagewire_common.images.head import MAX_PIXELS
 from pagewire_common.images.layout import ImageLayout, ImageLayouts, ImagePart
 from pagewire_common.images.model_images import ModelImages, same
-from pagewire_common.images.pixtral import pixtral_layouts
+from pagewire_common.images.of_family.pixtral import pixtral_layouts
 
 _TOWERS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 """Additional embeddings of each type of tower: CLIP has one for the class, besides one for each patch."""
@@ -40,7 +40,23 @@ def llava_layouts(model: ModelImages) -> ImageLayouts:
         raise model.vision.refused("model_type", f"{', '.join(_TOWERS)} or pixtral")
     model.processor.require("processor_class", "LlavaProcessor")
     sizes = _sizes(model)
-    side = sizes.side
+    _, number = embeddings_of_square(model, sizes.side)
+    text = model.token("image_token", model.processor.text("image_token", "<image>"))
+    token = model.image_token_id(text, 32000)
+    layout = ImageLayout((token,) * number, (ImagePart(0, number),))
+
+    def layout_of(width: int, height: int) -> ImageLayout:
+        sizes.check(width, height)
+        return layout
+
+    return ImageLayouts(model.family, token, token, layout_of)
+
+
+def embeddings_of_square(model: ModelImages, side: int) -> tuple[int, int]:
+    """The sides of a patch, and the number of embeddings of a square of pixels, whose sides are `side`."""
+    tower = model.vision.text("model_type", "clip_vision_model")
+    if tower not in _TOWERS:
+        raise model.vision.refused("model_type", " or ".join(_TOWERS))
     same("the size of images", {"the image processor": side, "vision_config": model.vision.side("image_size", 224)})
     # Default patch sizes: 32 for CLIP, 16 for SigLIP.
     patch = model.vision.side("patch_size", 32 if _TOWERS[tower] else 16)
@@ -52,16 +68,7 @@ def llava_layouts(model: ModelImages) -> ImageLayouts:
     stated = model.processor.text("vision_feature_select_strategy", strategy)
     same("vision_feature_select_strategy", {"config.json": strategy, "processor_config.json": stated})
     model.config.require("vision_feature_select_strategy", *strategies)
-    number = (side // patch) ** 2 + additional - (strategy == "default")
-    text = model.token("image_token", model.processor.text("image_token", "<image>"))
-    token = model.image_token_id(text, 32000)
-    layout = ImageLayout((token,) * number, (ImagePart(0, number),))
-
-    def layout_of(width: int, height: int) -> ImageLayout:
-        sizes.check(width, height)
-        return layout
-
-    return ImageLayouts(model.family, token, token, layout_of)
+    return patch, (side // patch) ** 2 + additional - (strategy == "default")
 
 
 def _sizes(model: ModelImages) -> _Sizes:

@@ -1,0 +1,1 @@
+"""How each family writes an image into a prompt."""
