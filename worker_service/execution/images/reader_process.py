@@ -21,12 +21,14 @@ from worker_service.models.images.embeddings import Pixels
 
 log = structlog.get_logger()
 
-MAX_STARTS = 2
-"""Starts of the process for one file, which may be the cause if the process is killed twice."""
+MAX_KILLS = 2
+"""How often the process may end while it reads a file, which may be the cause."""
+MAX_STARTS = 5
+"""Starts of the process for one file, if it ends before it has loaded its code."""
 DEAF_SECONDS = 300
 """Seconds without an answer after which the process counts as stuck. Usual: 3 s to start, and 2 s for the largest
 image; several times as long on busy machines."""
-_MODULE = "worker_service.execution.images.reading"
+_MODULE = "worker_service.execution.images.reader_program"
 
 
 @cache
@@ -58,16 +60,33 @@ class ReaderProcess:
         return read_there
 
     def _read(self, read: bytes, data: bytes, width: int, height: int) -> Sequence[Pixels]:
-        for _ in range(MAX_STARTS):
+        for _ in range(MAX_KILLS):
+            connection = self._running(read)
+            if not data:
+                return []
             try:
-                return self._ask(messages.Question(read, len(data), width, height), data)
+                return self._ask(connection, messages.Question(read, len(data), width, height), data)
             except (OSError, EOFError) as error:
-                log.warning("the process that reads images is restarted", reason=str(error))
                 self._close()
+                log.warning("the process that reads images was killed or did not answer", reason=str(error))
         raise ValueError("the process that reads images was killed or did not answer")
 
-    def _ask(self, question: messages.Question, data: bytes) -> Sequence[Pixels]:
-        connection = self._connection or self._start()
+    def _running(self, read: bytes) -> socket.socket:
+        """The connection to the process, which has loaded its code. Raises ValueError if it cannot be started."""
+        if self._connection is not None and self.process is not None and self.process.poll() is None:
+            return self._connection
+        for _ in range(MAX_STARTS):
+            self._close()
+            try:
+                connection = self._start()
+                self._ask(connection, messages.Question(read, 0, 0, 0), b"")
+                return connection
+            except (OSError, EOFError) as error:
+                log.warning("the process that reads images did not start", reason=str(error))
+        self._close()
+        raise ValueError("the process that reads images does not start")
+
+    def _ask(self, connection: socket.socket, question: messages.Question, data: bytes) -> Sequence[Pixels]:
         messages.send(connection, question, data)
         answer: messages.Answer = messages.receive(connection)
         if answer.error:

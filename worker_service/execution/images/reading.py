@@ -1,4 +1,4 @@
-"""The program of the reader process, which reads images and sounds for a worker: see `ReaderProcess`."""
+"""What the reader process does: it reads images and sounds for a worker. See `ReaderProcess`."""
 
 import contextlib
 import os
@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pagewire_common.processes.child_process import end_with_the_parent, leave_signals_to_the_parent
 from worker_service.execution.images import reader_messages as messages
 
 MAX_BYTES = 4 << 30
@@ -37,9 +36,8 @@ def _limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, ((int(status.split()[0]) << 10) + MAX_BYTES,) * 2)
 
 
-def main() -> None:
-    end_with_the_parent()
-    leave_signals_to_the_parent()
+def answer_all() -> None:
+    """Answer the questions that come through stdin, a socket, until the worker closes it."""
     torch.set_num_threads(1)
     with socket.socket(fileno=os.dup(0)) as connection, contextlib.suppress(EOFError, OSError):
         is_limited = False
@@ -53,7 +51,3 @@ def main() -> None:
             if not is_limited:
                 _limit_memory()
                 is_limited = True
-
-
-if __name__ == "__main__":
-    main()
