@@ -29,6 +29,8 @@ def process() -> Iterator[ReaderProcess]:
     process = ReaderProcess()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # with this module
+        assert process.begin(read)(b"at once", 1, 1)[0]["pixel_values"][-1] == os.nice(0), "images wait for the start"
+        assert process.has_started.wait(60)
         yield process
     process._close()
 

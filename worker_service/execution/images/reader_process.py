@@ -10,6 +10,7 @@ import subprocess
 import weakref
 from collections.abc import Sequence
 from functools import cache
+from threading import Event
 
 import structlog
 import torch
@@ -47,13 +48,17 @@ class ReaderProcess:
         self._connection: socket.socket | None = None
         self._end: weakref.finalize[..., ReaderProcess]
         self.process: subprocess.Popen[bytes] | None = None
+        self.has_started = Event()
 
     def begin(self, read: messages.Read) -> messages.Read:
         """Start the process, and load the code of a function that can be pickled. Returns a function that calls it in
-        the process, and raises ValueError if it raises an error, or if the process is killed twice."""
+        the process, and raises ValueError if it raises an error, or if the process is killed twice. It calls `read`
+        here until the process has started for the first time, which takes seconds."""
         pickled = pickle.dumps(read)
 
         def read_there(data: bytes, width: int, height: int) -> Sequence[Pixels]:
+            if not self.has_started.is_set():
+                return read(data, width, height)
             return self._thread.submit(lambda: self._read(pickled, data, width, height)).result()
 
         self._thread.submit(lambda: self._read(pickled, b"", 0, 0))
@@ -80,6 +85,7 @@ class ReaderProcess:
             try:
                 connection = self._start()
                 self._ask(connection, messages.Question(read, 0, 0, 0), b"")
+                self.has_started.set()
                 return connection
             except (OSError, EOFError) as error:
                 log.warning("the process that reads images did not start", reason=str(error))
