@@ -89,7 +89,7 @@ chaos: setup
 
 # Sends 20,000 requests under each policy. At the end the scheduler's state must be as after the first tenth.
 soak: setup
-	$(BIN)/python -m pytest tests/services/test_soak.py tests/services/test_lora_soak.py tests/services/test_hostile.py tests/services/test_hostile_http.py tests/services/test_hostile_worker.py tests/services/test_hostile_sounds.py --soak -s -n 0
+	$(BIN)/python -m pytest tests/services/test_soak.py tests/services/test_lora_soak.py tests/services/test_hostile.py tests/services/test_hostile_http.py tests/services/test_hostile_worker.py tests/services/test_hostile_sounds.py tests/services/test_hostile_images.py --soak -s -n 0
 
 # Compares a tiny network of every causal type of transformers with transformers, and writes the table of docs/models.md.
 model-sweep: setup
