@@ -56,6 +56,10 @@ BENCHES = {
         "bench.model.trained_adapter",
         "whether an adapter that was trained with PEFT gives the trained answers",
     ),
+    "trained_images": (
+        "bench.model.trained_images",
+        "whether a model that was trained here to read images answers right about new images",
+    ),
     "speculation": (
         "bench.model.speculation",
         "tokens per second with and without drafts, compared with n-gram drafts in vLLM",
