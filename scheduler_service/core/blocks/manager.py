@@ -184,9 +184,6 @@ class BlockManager:
         num_blocks = self.sizes[0].blocks_of(encoder.num_prompt_tokens)
         self.tables[encoder.id] = cached or [self.device.allocate() for _ in range(num_blocks)]
 
-    def holds_any(self, group: SequenceGroup, blocks: Container[int]) -> bool:
-        return any(block in blocks for block in self._on_device.held_by(group))
-
     def shares_any(self, group: SequenceGroup, blocks: Container[int]) -> bool:
         held = self._on_device.held_by(group)
         return any(block in blocks and self.device.ref_count(block) > count for block, count in held.items())

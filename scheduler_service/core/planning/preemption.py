@@ -72,7 +72,7 @@ class Preemption:
         is_bound = (
             group.is_suspect
             or any(chunk.copies for chunk in chunks)
-            or (step.swap_in and self._blocks.holds_any(group, {block for _, block in step.swap_in}))
+            or self._arrives(group, step)
             or (group.beams is not None and any(s.num_stored_tokens < s.num_computed_tokens for s in group.live))
         )
         mode = PreemptionMode.RECOMPUTE if is_bound else self._mode(group)
@@ -83,6 +83,11 @@ class Preemption:
         else:
             group.history.num_recomputes += 1
             self._groups.give_back(group)
+
+    def _arrives(self, group: SequenceGroup, step: Step) -> bool:
+        """Whether the step swaps blocks of the group in."""
+        arriving = {block for _, block in step.swap_in}
+        return any(block in arriving for sequence in group.live for block in self._blocks.blocks_of(sequence))
 
     def _mode(self, group: SequenceGroup) -> PreemptionMode:
         config = self._config

@@ -1,4 +1,4 @@
-"""What the reader process does: it reads images and sounds for a worker. See `ReaderProcess`."""
+"""The reader process's work: it reads images and sounds for a worker. See `ReaderProcess`."""
 
 import contextlib
 import os
