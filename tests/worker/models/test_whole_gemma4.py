@@ -17,6 +17,7 @@ from worker_service.loading.checkpoint import Checkpoint
 from worker_service.models.decoders.decoder_config import DecoderConfig
 from worker_service.models.registry import read_config
 
+CPU = torch.device("cpu")
 SLIDES, LOOKS_BACK = "sliding_attention", "full_attention"
 TEXT: dict[str, Any] = {
     "vocab_size": 131, "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 4, "num_attention_heads": 6,
@@ -91,7 +92,7 @@ def test_text_is_that_of_the_whole_network(folder: Path) -> None:
 
 def test_images_and_sounds_are_refused_by_a_sentence(folder: Path) -> None:
     with capture_logs() as logs:
-        assert ImageNetwork.open(Checkpoint(folder), [folder / "config.json"], torch.float32) is None
+        assert ImageNetwork.open(Checkpoint(folder), [folder / "config.json"], torch.float32, CPU) is None
     assert [entry["event"] for entry in logs] == ["prompts cannot contain images or sounds"]
     assert "are not read" in logs[0]["reason"]
 
