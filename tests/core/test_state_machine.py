@@ -74,7 +74,7 @@ class Fleet(RuleBasedStateMachine):
         self.waiting = queues[policy]
         self.waiting.balancer = self.balancer = CheckedBalancer()
         config = random_config(Random(seed), (1, 4, 6, 7, 8, 9, 10, 11, 12))
-        self.config = with_layer_groups(with_encoder_cache(with_few_adapters(config, seed), seed), seed)
+        self.config = with_encoder_cache(with_layer_groups(with_few_adapters(config, seed), seed), seed)
         self.sessions = [Session(self.config, self.waiting) for _ in range(num_workers)]
         self.groups: list[SequenceGroup] = []  # in the order of arrival
         self.has_started: set[SequenceGroup] = set()
@@ -221,7 +221,7 @@ class Fleet(RuleBasedStateMachine):
         scheduler = self.sessions[which % len(self.sessions)].scheduler
         num_free = scheduler.blocks.device.num_free
         scheduler.reset_prefix_cache()
-        assert scheduler.blocks.device.num_free == num_free
+        assert scheduler.blocks.device.num_free >= num_free  # kept states become free
         assert not scheduler.blocks.device.num_findable
 
     @rule(seconds=st.floats(0, 3))
@@ -238,7 +238,8 @@ class Fleet(RuleBasedStateMachine):
             self.ends.update(sequence for sequence in group.sequences if sequence.status is status)
 
     def see_which_started(self, output: SchedulerOutput, served: dict[str, float], scheduler: Scheduler) -> None:
-        """Few groups start before others whose turn it was, because another worker is better or has a slot for those.
+        """Few groups start before others whose turn it was, because another worker is better or has a slot for those, or
+        because their prefix is being computed.
 
         Those of an adapter that is still to be brought there are not counted, because they lose nothing by it.
         `served` is what each tenant had been given before this step; the first admission of a group adds its prompt,
@@ -256,7 +257,7 @@ class Fleet(RuleBasedStateMachine):
                 if self.is_later(group, other, served):
                     self.overtaken[other] += 1
                     assert self.overtaken[other] <= MAX_OVERTAKES
-                    assert other.adapter_id or len(self.sessions) > 1
+                    assert other.adapter_id or len(self.sessions) > 1 or other.placement.prefix_waits
             if self.policy == "fair":
                 served[group.tenant] += group.num_prompt_tokens / WEIGHTS.get(group.tenant, 1.0)
 

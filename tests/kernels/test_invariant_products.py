@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from triton_helpers import DEVICE, DTYPES, randn, strict
+from triton_helpers import DTYPES, randn, strict
 
 from kernels.triton import invariant
 
@@ -32,12 +32,3 @@ def test_a_row_is_summed_up_the_same_alone_and_among_any_number(dtype: torch.dty
     together = product(x, bias)
     for first, last in [(0, 1), (63, 64), (64, 65), (529, 530), (0, 3), (100, 164), (100, 165), (5, 517)]:
         assert torch.equal(product(x[first:last], bias), together[first:last]), (first, last)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_of_an_expert_is_summed_up_the_same_alone_and_among_any_number(dtype: torch.dtype) -> None:
-    x, weights = randn(150, 136, dtype=dtype), randn(2, 70, 136, dtype=dtype, seed=1)
-    together = ops.grouped_linear(x, weights, torch.tensor([130, 150], device=DEVICE))
-    for first, last in ((0, 1), (17, 40), (129, 130)):
-        ends = torch.tensor([last - first] * 2, device=DEVICE)
-        assert torch.equal(ops.grouped_linear(x[first:last], weights, ends), together[first:last]), (first, last)

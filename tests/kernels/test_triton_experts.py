@@ -9,6 +9,7 @@ from triton_helpers import DEVICE, DTYPES, INTERPRETED, randn, strict
 
 from kernels import reference, triton
 from kernels.float8 import FLOAT8_CAPABILITY, Float8Weight, round_rows
+from kernels.triton import invariant
 
 ops = strict(triton)
 
@@ -65,7 +66,7 @@ def test_rows_are_multiplied_with_their_experts_weights_in_8_bits(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_is_summed_up_the_same_alone_and_among_others(dtype: torch.dtype) -> None:
-    x, weights = randn(40, 129, dtype=dtype), randn(3, 70, 129, dtype=dtype, seed=1)
+    ops, x, weights = strict(invariant), randn(40, 129, dtype=dtype), randn(3, 70, 129, dtype=dtype, seed=1)
     together = ops.grouped_linear(x, weights, torch.tensor([0, 21, 40], device=DEVICE))
     product = ops.pack_batch_invariant(weights[1])
     for row in (0, 5, 20):
