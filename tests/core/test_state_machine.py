@@ -238,8 +238,8 @@ class Fleet(RuleBasedStateMachine):
             self.ends.update(sequence for sequence in group.sequences if sequence.status is status)
 
     def see_which_started(self, output: SchedulerOutput, served: dict[str, float], scheduler: Scheduler) -> None:
-        """Few groups start before others whose turn it was, because another worker is better or has a slot for those, or
-        because their prefix is being computed.
+        """Few groups start before others whose turn it was: another worker is better or has a slot for those, or
+        their prefix is being computed.
 
         Those of an adapter that is still to be brought there are not counted, because they lose nothing by it.
         `served` is what each tenant had been given before this step; the first admission of a group adds its prompt,
