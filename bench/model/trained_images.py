@@ -51,6 +51,7 @@ DESCRIBED = torch.arange(len(SHAPES)).repeat_interleave(WORDS)
 """The shape that each embedding describes, except the last, which is the same for all images."""
 DESCRIPTION_STEPS, SEEING_STEPS, REFINING_STEPS = 100, 1200, 300
 BATCH = 32
+GOAL = 0.95
 HELD_OUT = 1_000_000_000
 """Seeds from here on are for images that the model does not see while it is trained."""
 
@@ -269,7 +270,7 @@ class Training:
 
 
 def save(llava: Any, tokenizer: Any, source: Path, folder: Path) -> None:
-    """Write a folder as those of published LLaVA models: weights in bfloat16, tokenizer, template and processor."""
+    """Write a model folder in the form of published LLaVA models. Its weights are in bfloat16."""
     from transformers import CLIPImageProcessorPil
 
     llava.to(torch.bfloat16).save_pretrained(folder)
@@ -335,6 +336,8 @@ def main() -> None:
         with LocalServer(str(folder)) as server:
             right = asyncio.run(count_right(server.http_url, arguments.images))
     sys.stdout.write(f"{right} of {arguments.images} answers about new images are right\n")
+    if right < GOAL * arguments.images:
+        sys.exit(f"bench trained_images: fewer than {GOAL:.0%} are right")
 
 
 if __name__ == "__main__":

@@ -64,11 +64,7 @@ def read_image_layouts(files: Path | Mapping[str, Path], encode: Encode | None =
         reason = _REFUSED.get(family, "no layout of its images is known")
         raise ValueError(f"images of models of type {shown(family)} are not read: {reason}")
     processor = read_file(files, "processor_config.json")
-    where, pixels = "image_processor of processor_config.json", processor.pop("image_processor", None)
-    if pixels is None:
-        where, pixels = "preprocessor_config.json", read_file(files, "preprocessor_config.json")
-    if not isinstance(pixels, dict) or not pixels:
-        raise ValueError(f"{where} is missing or empty, so images are not read")
+    where, pixels = read_preprocessor(files, processor, "image_processor", "images")
     processor = {"processor_class": pixels.get("processor_class"), **processor}
     settings = Settings("config.json", config)
     model = ModelImages(
@@ -110,3 +106,16 @@ def read_file(files: Mapping[str, Path], name: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{name} is not a JSON object")
     return found
+
+
+def read_preprocessor(
+    files: Mapping[str, Path], processor: dict[str, Any], part: str, kind: str
+) -> tuple[str, dict[str, Any]]:
+    """The settings of a processor of images or sounds, and where they stand. They are removed from `processor`, the
+    content of processor_config.json, if they are its `part`. Raises ValueError."""
+    where, values = f"{part} of processor_config.json", processor.pop(part, None)
+    if values is None:
+        where, values = "preprocessor_config.json", read_file(files, "preprocessor_config.json")
+    if not isinstance(values, dict) or not values:
+        raise ValueError(f"{where} is missing or empty, so {kind} are not read")
+    return where, values

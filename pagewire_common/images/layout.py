@@ -49,8 +49,8 @@ class ImageLayouts:
     newlines: Sequence[Sequence[int]] = ()
 
     def join_newlines(self, before: "array[int]", after: "array[int]") -> "array[int]":
-        """Returns `after` with the newlines at the end of `before`, which are removed there, written as the tokenizer
-        writes them together with those that follow."""
+        """Move the newlines at the end of `before` to the beginning of `after`. The tokenizer has tokens of several
+        newlines, so the newlines of both are written anew. Returns the new `after`."""
         numbers = {run[0]: number for number, run in enumerate(self.newlines) if len(run) == 1}
         first, stop, number = len(before), 0, 0
         while first and before[first - 1] in numbers and number < len(self.newlines):

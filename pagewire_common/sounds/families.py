@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pagewire_common.images.families import read_file, tokenizer_of
+from pagewire_common.images.families import read_file, read_preprocessor, tokenizer_of
 from pagewire_common.images.layout import ImageLayout, ImageLayouts, ImagePart
 from pagewire_common.images.model_images import Encode
 from pagewire_common.images.settings import Settings
@@ -29,7 +29,7 @@ _IGNORED = ("chat_template", "tokenizer", "audio_token", "audio_bos_token", "aud
 
 
 def has_sounds(config: Mapping[str, Any]) -> bool:
-    """Whether a model with this config.json has a decoder whose prompts may contain sounds."""
+    """True if prompts of the model with this config.json may contain sounds."""
     return config.get("model_type") == _FAMILY
 
 
@@ -45,11 +45,7 @@ def read_sound_layouts(files: Path | Mapping[str, Path], encode: Encode | None =
         family = str(config.get("model_type"))
         raise ValueError(f"sounds of models of type {shown(family)} are not read: no layout of its sounds is known")
     processor = read_file(files, "processor_config.json")
-    where, values = "feature_extractor of processor_config.json", processor.pop("feature_extractor", None)
-    if values is None:
-        where, values = "preprocessor_config.json", read_file(files, "preprocessor_config.json")
-    if not isinstance(values, dict) or not values:
-        raise ValueError(f"{where} is missing or empty, so sounds are not read")
+    where, values = read_preprocessor(files, processor, "feature_extractor", "sounds")
     extractor = Settings(where, values)
     extractor.require("feature_extractor_type", "WhisperFeatureExtractor")
     whole = {"chunk_length": 30, "hop_length": HOP, "n_fft": 400, "n_samples": WINDOW, "nb_max_frames": WINDOW // HOP}

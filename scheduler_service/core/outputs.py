@@ -99,14 +99,14 @@ class SchedulerOutput:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is computed, copied or awaited, and no sequence is new to the worker or has left it."""
+        """True if the step computes, copies and awaits nothing, and names no new or ended sequence."""
         swaps = self.blocks_to_swap_out or self.blocks_to_swap_in
         others = self.new_sequences or self.forks or self.images_ahead
         return not (self.scheduled or self.finished or self.preempted or swaps or others)
 
     @property
     def times_images(self) -> bool:
-        """Whether the step's time depends on images."""
+        """True if the worker may wait for an image. The step's time then says nothing about its tokens."""
         return bool(self.items_to_encode or (self.images_ahead and not self.scheduled))
 
 

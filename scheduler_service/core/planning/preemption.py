@@ -85,7 +85,7 @@ class Preemption:
             self._groups.give_back(group)
 
     def _arrives(self, group: SequenceGroup, step: Step) -> bool:
-        """Whether the step swaps blocks of the group in."""
+        """True if the step copies blocks of the group from the host to the device."""
         arriving = {block for _, block in step.swap_in}
         return any(block in arriving for sequence in group.live for block in self._blocks.blocks_of(sequence))
 

@@ -120,7 +120,7 @@ async def expand_images(
 
 
 def is_sound(name: str) -> bool:
-    """Whether a sound has this name, such as "chat.messages[0].parts[1].sound"."""
+    """True for the name of a sound, such as "chat.messages[0].parts[1].sound"."""
     return name.endswith(".sound")
 
 

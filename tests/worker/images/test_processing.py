@@ -68,6 +68,17 @@ class Tower:
         return ImageEmbeddings(pixels["pixel_values"])
 
 
+class SlowTower(Tower):
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.goes_on = Event(), Event()
+
+    def encode(self, pixels: Pixels) -> ImageEmbeddings:
+        self.begun.set()
+        assert self.goes_on.wait(60)
+        return super().encode(pixels)
+
+
 def test_a_step_of_many_images_reads_each_once() -> None:
     processing = ImageProcessing(reader := Reader())
     images = tuple(image(1 + n // 2, n % 2)._replace(num_embeddings=2) for n in range(8 * MAX_KEPT))
@@ -89,20 +100,12 @@ def test_images_that_later_steps_need_are_encoded_meanwhile_and_reported() -> No
 
 
 def test_a_step_does_not_wait_for_images_of_later_steps() -> None:
-    begun, goes_on = Event(), Event()
-
-    class SlowTower(Tower):
-        def encode(self, pixels: Pixels) -> ImageEmbeddings:
-            begun.set()
-            assert goes_on.wait(60)
-            return super().encode(pixels)
-
-    encoder = ImageEncoder(SlowTower(), ImageProcessing(Reader()), 0)
+    encoder = ImageEncoder(tower := SlowTower(), ImageProcessing(Reader()), 0)
     ahead = tuple(image(number)._replace(num_embeddings=2) for number in range(1, 9))
     assert encoder.encode(output(1, images_ahead=ahead)).prepared == []
-    assert begun.wait(60)
+    assert tower.begun.wait(60)
     assert len(encoder._jobs) == MAX_AHEAD
-    goes_on.set()
+    tower.goes_on.set()
     last = encoder.encode(output(2, images=ahead[7:], images_ahead=ahead[:7]))
     assert last.failed == []
     assert [*encoder._held] == [ahead[7].item]
@@ -112,22 +115,14 @@ def test_a_step_without_sequences_is_answered_when_an_image_is_prepared_or_anoth
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("worker_service.execution.images.image_encoder.REPORT_SECONDS", 60)
-    begun, goes_on = Event(), Event()
-
-    class SlowTower(Tower):
-        def encode(self, pixels: Pixels) -> ImageEmbeddings:
-            begun.set()
-            assert goes_on.wait(60)
-            return super().encode(pixels)
-
-    encoder = ImageEncoder(SlowTower(), ImageProcessing(Reader()), 0)
+    encoder = ImageEncoder(tower := SlowTower(), ImageProcessing(Reader()), 0)
     ahead = (image(1)._replace(num_embeddings=2),)
     with ThreadPoolExecutor() as threads:
         encoder.received(1, 1)
         first = threads.submit(encoder.encode, SchedulerOutput(1, 1, images_ahead=ahead))
-        assert begun.wait(60)
+        assert tower.begun.wait(60)
         encoder.received(1, 2)
         assert first.result(30).prepared == []
         second = threads.submit(encoder.encode, SchedulerOutput(1, 2, images_ahead=ahead))
-        goes_on.set()
+        tower.goes_on.set()
         assert second.result(30).prepared == [ahead[0].item]
