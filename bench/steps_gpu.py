@@ -1,8 +1,9 @@
-"""Compares a worker's decode steps with the GPU's memory bandwidth: python -m bench.steps_gpu. The last line is JSON.
+"""Compares a worker's decode steps with the GPU's memory bandwidth: python -m bench.steps_gpu [--model NAME]
 
-Llama 3 8B's shape with random bf16 weights, 1, 32 and 256 sequences with 1,024 tokens of context. A step includes the
-session's work, the batch, the CUDA graph, greedy sampling and the copy of the tokens to the host, but no protobuf or
-gRPC. Its limit is the time to read weights, keys and values once, at the copy bandwidth of the same run.
+The last line is JSON. A model's shape (default: Llama 3.1 8B's) with random bf16 weights, 1, 32 and 256 sequences with
+1,024 tokens of context. A step includes the session's work, the batch, the CUDA graph, greedy sampling and the copy of
+the tokens to the host, but no protobuf or gRPC. Its limit is the time to read weights, keys and values once, at the
+copy bandwidth of the same run; of experts, the mean number that the tokens of the step choose.
 
 Times are from the end of the previous step to the end of the step; all figures are medians. "step": launched before the
 previous step has finished, as when a scheduler sends steps ahead. "alone": launched after it.
@@ -12,18 +13,20 @@ drafts of each (launched alone). The third has steps with a prompt, or its uncac
 sequences. All are printed for the fastest kernels and for `--batch-invariant`, with its cost for decodes and prompts.
 """
 
+import argparse
 import json
 import statistics
 import sys
 import time
 from array import array
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
-from bench.gpu.shapes import LLAMA_3_8B
+from bench.gpu.shapes import SHAPES, step_bytes
 from bench.kernels_gpu import copy_bandwidth
 from worker_service.execution.adapters.adapters import AdapterRoom, Adapters
 from worker_service.execution.cache.cache_engine import CacheEngine, CacheShape
@@ -59,6 +62,11 @@ BLOCK_SIZE = 16
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="bench steps_gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=SHAPES, default="llama-8b")
+    shape = SHAPES[parser.parse_args().model]
     if not torch.cuda.is_available():
         sys.exit("bench steps_gpu measures steps on an NVIDIA GPU, and torch finds none on this machine.")
     device = torch.device("cuda")
@@ -68,7 +76,7 @@ def main() -> None:
     for name, batch_invariant in (("fastest", False), ("batch_invariant", True)):
         torch.cuda.empty_cache()
         say(f"kernels: {name}")
-        found[name] = measure_worker(device, bandwidth, batch_invariant=batch_invariant)
+        found[name] = measure_worker(shape, device, bandwidth, batch_invariant=batch_invariant)
     fastest, invariant = found.values()
     costs = {"prompts": fastest["prefill_tokens_per_second"] / invariant["prefill_tokens_per_second"]}
     for one, other in zip(fastest["steps"], invariant["steps"], strict=True):
@@ -78,15 +86,16 @@ def main() -> None:
     say(json.dumps({"device": torch.cuda.get_device_name(device), "copy_bytes_per_second": bandwidth, **found}))
 
 
-def measure_worker(device: torch.device, bandwidth: float, *, batch_invariant: bool) -> dict[str, Any]:
+def measure_worker(
+    model_shape: Mapping[str, Any], device: torch.device, bandwidth: float, *, batch_invariant: bool
+) -> dict[str, Any]:
     """Print the tables of one worker, and return the figures."""
-    config = read_config(LLAMA_3_8B)
+    config = read_config(model_shape)
     model = build_model(config, torch.bfloat16, device, batch_invariant=batch_invariant)
     tensors = model.checkpoint_tensors()
     DummyWeights(device).load_into(tensors)
     adapters = random_adapters(model)
     model.pack()
-    weight_bytes = sum(tensor.nbytes for name, tensor in tensors.items() if "embed" not in name)
     shape = CacheShape(config.num_layers, BLOCK_SIZE, config.num_kv_heads, config.head_dim, torch.bfloat16)
     blocks_each = -(-(CONTEXT + max(NUM_STEPS + 1 + NUM_DRAFTS, *(one.num_tokens for one in PROMPTS))) // BLOCK_SIZE)
     limits = Limits(BLOCK_SIZE, max(BATCHES) * blocks_each, 0, config.vocabulary_size, 8192, 2048, max(BATCHES))
@@ -103,7 +112,7 @@ def measure_worker(device: torch.device, bandwidth: float, *, batch_invariant: b
         has_adapters=True,
     )
     capture_seconds = time.perf_counter() - began
-    say(f"weights {weight_bytes / 1e9:.1f} GB; graphs captured in {capture_seconds:.1f} s; prompts {speed} tokens/s")
+    say(f"graphs captured in {capture_seconds:.1f} s; prompts {speed} tokens/s")
     say(f"{'sequences':>9}{'limit':>10}{'step':>10}{'ratio':>7}{'alone':>10}{'ratio':>7}{'alone, without graphs':>23}")
     results: list[dict[str, float]] = []
     replayed, launched = (ModelRunner(model, engine, of_one, adapters=adapters) for of_one in (graphs, None))
@@ -111,8 +120,7 @@ def measure_worker(device: torch.device, bandwidth: float, *, batch_invariant: b
         step = measure(replayed, limits, batch, ahead=True)
         alone = measure(replayed, limits, batch)
         eager = measure(launched, limits, batch)
-        context_bytes = (CONTEXT + NUM_STEPS // 2) * shape.block_bytes // BLOCK_SIZE
-        limit = 1e3 * (weight_bytes + batch * context_bytes) / bandwidth
+        limit = 1e3 * step_bytes(model_shape, batch, CONTEXT + NUM_STEPS / 2) / bandwidth
         say(
             f"{batch:>9}{limit:>7.2f} ms{step:>7.2f} ms{step / limit:>7.2f}{alone:>7.2f} ms{alone / limit:>7.2f}"
             f"{eager:>20.2f} ms"

@@ -73,6 +73,17 @@ class MxFloat4Weight(NamedTuple):
 QuantizedWeight = GroupedWeight | Float8Weight | MxFloat4Weight
 
 
+class ExpertRows(NamedTuple):
+    """Rows of a mixture of experts, grouped by expert; a token has one for each of its experts."""
+
+    tokens: Tensor
+    """[rows] int64: each row's token, ascending within an expert."""
+    places: Tensor
+    """[num_tokens, num_chosen] int64: each token's rows, in the order of its experts."""
+    ends: Tensor
+    """[num_experts] int64: the row after each expert's last."""
+
+
 class ClampedSwiglu(NamedTuple):
     """The activation `(up + 1) * gate * sigmoid(alpha * gate)`, with gate at most `limit` and up within ±limit
     (gpt-oss; OpenAI, 2025). Gate and up alternate in the input: gate, up, gate, up."""
@@ -160,6 +171,10 @@ class Ops(Protocol):
     def grouped_linear(self, x: Tensor, weights: Tensor, ends: Tensor, wide: bool = False) -> Tensor: ...
 
     def grouped_float8(self, x: Tensor, weight: Float8Weight, ends: Tensor, wide: bool = False) -> Tensor: ...
+
+    def choose_experts(self, logits: Tensor, num_chosen: int, renormalise: bool) -> tuple[Tensor, Tensor]: ...
+
+    def group_rows(self, experts: Tensor, num_experts: int) -> ExpertRows: ...
 
     def combine_rows(self, rows: Tensor, places: Tensor, weights: Tensor) -> Tensor: ...
 

@@ -18,7 +18,9 @@ from kernels.attention.narrow_cache import is_narrow, narrowed, widened
 from kernels.attention.options import check_attention_options
 from kernels.float8 import FLOAT8
 from kernels.inputs import AttentionMetadata
+from kernels.linear.experts import choose_experts as choose_experts
 from kernels.linear.experts import combine_rows as combine_rows
+from kernels.linear.experts import group_rows as group_rows
 from kernels.linear.experts import grouped_float8 as grouped_float8
 from kernels.linear.experts import grouped_linear as grouped_linear
 from kernels.linear.experts import pack_batch_invariant as pack_batch_invariant

@@ -36,16 +36,6 @@ _QWEN3: dict[str, Any] = {
     "hidden_act": "silu",
     "dtype": "bfloat16",
 }
-LLAMA_3_8B = _LLAMA | {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-    "tie_word_embeddings": False,
-}
 
 
 def _longer(factor: float) -> dict[str, Any]:
@@ -82,7 +72,14 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 8,
         "tie_word_embeddings": True,
     },
-    "llama-8b": LLAMA_3_8B | _longer(8.0),
+    "llama-8b": _LLAMA | _longer(8.0) | {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+    },
     "qwen3-30b-a3b": _QWEN3 | {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",

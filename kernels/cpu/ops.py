@@ -32,6 +32,8 @@ store_kv = _library.store_kv
 copy_blocks = reference.copy_blocks
 grouped_float8 = reference.grouped_float8
 grouped_linear = reference.grouped_linear
+choose_experts = reference.choose_experts
+group_rows = reference.group_rows
 combine_rows = reference.combine_rows
 shared_tokens = reference.shared_tokens
 

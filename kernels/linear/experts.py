@@ -3,28 +3,16 @@ is summed in the same order for any number of rows, and outputs are added in the
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from kernels.float8 import Float8Weight, product_in_16_bits
-from kernels.ops import Product
+from kernels.ops import ExpertRows, Product
 
 _TILE_ROWS = 16
 """Rows of a product of `pack_batch_invariant`. BLAS sums by number of rows (MKL: 3 and 4 rows differ), not by place."""
-
-
-class ExpertRows(NamedTuple):
-    """Rows of a mixture, grouped by expert; a token has one for each of its experts."""
-
-    tokens: Tensor
-    """[rows] int64: each row's token, ascending within an expert."""
-    places: Tensor
-    """[num_tokens, num_chosen] int64: each token's rows, in the order of its experts."""
-    ends: Tensor
-    """[num_experts] int64: the row after each expert's last."""
 
 
 @dataclass(frozen=True)

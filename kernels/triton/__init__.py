@@ -13,10 +13,13 @@ from kernels.triton.layers.gated_activation import gated_activation
 from kernels.triton.layers.rms_norm import add_rms_norm, rms_norm
 from kernels.triton.layers.rotary_embedding import rotary_embedding
 from kernels.triton.linear.add_lora import add_lora
+from kernels.triton.linear.choose_experts import choose_experts
 from kernels.triton.linear.combine_rows import combine_rows
 from kernels.triton.linear.float8_linear import pack_float8
+from kernels.triton.linear.group_rows import group_rows
 from kernels.triton.linear.grouped_float8 import grouped_float8
-from kernels.triton.linear.grouped_linear import grouped_linear, pack_batch_invariant
+from kernels.triton.linear.grouped_linear import grouped_linear
+from kernels.triton.linear.invariant_linear import pack as pack_batch_invariant
 from kernels.triton.linear.linear import pack
 
 WIDE_PRODUCTS = False
@@ -27,10 +30,12 @@ GROUPED_PRODUCTS = True
 __all__ = [
     "add_lora",
     "add_rms_norm",
+    "choose_experts",
     "combine_rows",
     "copy_blocks",
     "gated_activation",
     "gated_delta_rule",
+    "group_rows",
     "grouped_float8",
     "grouped_linear",
     "pack",

@@ -155,6 +155,11 @@ def launches(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
             ),
         )
     places, shares = empty(5, 8, dtype=torch.int64), empty(5, 8, dtype=torch.float32)
+    for renormalise in (False, True):
+        scores = empty(5, 128, dtype=torch.float32)
+        yield "choose_experts", lambda scores=scores, kept=renormalise: ops.choose_experts(scores, 8, kept)
+    for chosen in (empty(1, 8, dtype=torch.int64), empty(900, 8, dtype=torch.int64)):
+        yield "group_rows", lambda chosen=chosen: ops.group_rows(chosen, 128)
     yield "combine_rows", lambda: ops.combine_rows(empty(40, 2048), places, shares)
     logits, numbers = empty(5, 128_256, dtype=torch.float32), empty(5, dtype=torch.float32)
     draws = Draws(rows=ids, keys=ids, temperature=numbers, min_p=numbers, top_k=ids, top_p=numbers)

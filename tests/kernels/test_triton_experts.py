@@ -5,10 +5,11 @@ from importlib import import_module
 import pytest
 import torch
 from test_float8 import random_weight
-from triton_helpers import DEVICE, DTYPES, INTERPRETED, randn, strict
+from triton_helpers import DEVICE, DTYPES, INTERPRETED, quiet_interpreter, randn, strict
 
 from kernels import reference, triton
 from kernels.float8 import FLOAT8_CAPABILITY, Float8Weight, round_rows
+from kernels.linear.experts import group_rows
 from kernels.triton import invariant
 
 ops = strict(triton)
@@ -68,13 +69,43 @@ def test_rows_are_multiplied_with_their_experts_weights_in_8_bits(
 def test_a_row_is_summed_up_the_same_alone_and_among_others(dtype: torch.dtype) -> None:
     ops, x, weights = strict(invariant), randn(40, 129, dtype=dtype), randn(3, 70, 129, dtype=dtype, seed=1)
     together = ops.grouped_linear(x, weights, torch.tensor([0, 21, 40], device=DEVICE))
-    product = ops.pack_batch_invariant(weights[1])
     for row in (0, 5, 20):
         alone = x[row : row + 1]
         found = ops.grouped_linear(alone, weights, torch.tensor([0, 1, 1], device=DEVICE))
         assert torch.equal(found[0], together[row])
-        assert torch.equal(product(alone, None)[0], together[row])
-    assert torch.equal(product(x, None)[:21], together[:21])
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize(("num_experts", "num_chosen"), [(1, 1), (5, 2), (128, 8), (6, 6), (512, 10)])
+def test_the_experts_with_the_largest_logits_are_chosen(num_experts: int, num_chosen: int, renormalise: bool) -> None:
+    logits = 4 * randn(41, num_experts)
+    logits[1] = logits[1].round()  # with equal values, and zeros of both signs
+    logits[2, 1::2] = -torch.inf
+    weights, experts = ops.choose_experts(logits, num_chosen, renormalise)
+    expected = reference.choose_experts(logits, num_chosen, renormalise)
+    assert torch.equal(experts, expected[1])
+    torch.testing.assert_close(weights, expected[0])
+    alone = ops.choose_experts(logits[7:8], num_chosen, renormalise)
+    assert torch.equal(alone[0], weights[7:8])
+
+
+@quiet_interpreter
+@pytest.mark.parametrize("value", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+def test_experts_are_distinct_whatever_the_logits(value: float) -> None:
+    logits = randn(3, 20)
+    logits[0], logits[1, 5:9] = value, value
+    weights, experts = ops.choose_experts(logits, 8, True)
+    expected = reference.choose_experts(logits, 8, True)
+    assert torch.equal(experts, expected[1])
+    torch.testing.assert_close(weights, expected[0], equal_nan=True)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_chosen", "num_experts"), [(1, 8, 128), (0, 2, 3), (41, 2, 5), (700, 3, 4)])
+def test_rows_are_grouped_by_expert(num_tokens: int, num_chosen: int, num_experts: int) -> None:
+    experts = randn(num_tokens, num_experts).argsort(1)[:, :num_chosen]
+    found, expected = ops.group_rows(experts, num_experts), group_rows(experts, num_experts)
+    for part, other in zip(found, expected, strict=True):
+        assert torch.equal(part, other)
 
 
 def test_no_rows_are_no_work() -> None:

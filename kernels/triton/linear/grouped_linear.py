@@ -15,7 +15,6 @@ Tiles were chosen on an H200, of 100 for each size, with 128 experts of 1,536 x 
 (and 3.2 ms in tiles of 16 by 64), 8 rows 23 µs (and 30), each in the median of a run.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -23,7 +22,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.ops import Product
 from kernels.triton.attention.attention_tiles import HOPPER_SHARED_MEMORY, shared_memory
 from kernels.triton.launch import OPTIONS
 
@@ -71,17 +69,6 @@ def _multiply(x: Tensor, weights: Tensor, ends: Tensor, wide: bool, tile: Tile) 
 def most_blocks(num_rows: int, num_experts: int, size: int) -> int:
     """Maximum of blocks of up to `size` rows: an expert has full blocks, and at most one partial."""
     return (num_rows + min(num_experts, num_rows) * (size - 1)) // size
-
-
-def pack_batch_invariant(weight: Tensor, wide: bool = False) -> Product:
-    """A product as of a mixture with one expert."""
-    return partial(_linear, weight[None], wide)
-
-
-def _linear(weights: Tensor, wide: bool, x: Tensor, bias: Tensor | None) -> Tensor:
-    ends = torch.full((1,), len(x), dtype=torch.int64, device=x.device)
-    product = invariant_grouped_linear(x, weights, ends, wide)
-    return product if bias is None else product + bias
 
 
 @triton.jit

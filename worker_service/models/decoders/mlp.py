@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.backends import ops_for
-from kernels.linear.experts import choose_by_groups, choose_experts, group_rows
+from kernels.linear.experts import choose_by_groups
 from kernels.ops import Activation, Ops
 from worker_service.models.decoders.decoder_config import DecoderConfig, Mixture
 from worker_service.models.layers.expert_linear import ExpertLinear
@@ -174,10 +174,10 @@ class MixtureMlp:
             scores = self._sigmoid(logits) if routing.is_sigmoid else logits.softmax(1)
             weights, experts = choose_by_groups(scores, self._bias, routing)
         else:
-            weights, experts = choose_experts(logits, self._mixture.num_chosen, self._mixture.renormalise)
+            weights, experts = self._ops.choose_experts(logits, self._mixture.num_chosen, self._mixture.renormalise)
         if self._scales is not None:
             weights = weights * self._scales[experts]
-        rows = group_rows(experts, self._mixture.num_experts)
+        rows = self._ops.group_rows(experts, self._mixture.num_experts)
         inputs = (self._latents[0](x, adapter_slots) if self._latents else x).index_select(0, rows.tokens)
         if self._mixture.scales_inputs:
             of_rows = torch.empty_like(weights).flatten().scatter_(0, rows.places.flatten(), weights.flatten())

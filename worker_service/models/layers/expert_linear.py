@@ -53,7 +53,8 @@ class ExpertLinear:
             ]
 
     def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
-        """x: [rows, inputs], at least one row, sorted by expert. ends: see `ExpertRows`. Returns [rows, outputs]."""
+        """x: [rows, inputs], at least one row, sorted by expert. ends: see `kernels.ops.ExpertRows`. Returns [rows,
+        outputs]."""
         if self._stack is not None:
             narrow = self._stack.narrow
             if narrow is not None:
