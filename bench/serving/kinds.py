@@ -3,7 +3,9 @@
 python -m bench kinds [--peer DIR] [--models lfm2-350m,…] [--rounds 1]
 
 Both systems serve published shapes with random weights, one after the other, because two models do not fit the memory.
-Decodes are 1, 8 and 32 streams. Prompts of 512 and 2,048 tokens are sent one at a time. The last line is JSON.
+Decodes are 1, 8 and 32 streams. Prompts of 512 and 2,048 tokens are sent one at a time. "8,192 tokens, MiB" is the
+maximum of the KV cache that one sequence of 8,192 tokens takes: computed from pagewire's groups of layers, and from the
+number of such sequences in vLLM's log. With --loads none, only this is measured. The last line is JSON.
 """
 
 import argparse
@@ -11,14 +13,14 @@ import asyncio
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from bench.gpu.shapes import write_model
 from bench.loads.drive import BenchError
-from bench.loads.load import CACHE_GIB, streams
+from bench.loads.load import CACHE_GIB, Load, streams
 from bench.measurements.measure import measure
 from bench.serving.kind_shapes import KINDS
 from bench.systems.pagewire_system import Pagewire
@@ -26,7 +28,8 @@ from bench.systems.peer_vllm import Vllm, cpu_build
 from bench.systems.processes import end_on_signals
 from pagewire_client import ServerError
 
-CONTEXT = 2304
+CONTEXT = 8192
+LONGEST = f"{CONTEXT:,} tokens, MiB"
 DECODES = tuple(streams(128, 64, number, num_requests=2 * number) for number in (1, 8, 32))
 PROMPTS = tuple(streams(tokens, 2, 1, num_requests=3) for tokens in (512, 2048))
 
@@ -40,15 +43,19 @@ def systems(model: Path, peer: Path | None) -> Iterator[tuple[str, Callable[[], 
         yield Vllm.name, lambda: Vllm(program, model, *dummy, context=CONTEXT, environment=environment)
 
 
-def figures_of(name: str, folder: Path, peer: Path | None, rounds: int) -> dict[str, dict[str, float | str]]:
-    """Output tokens per second of decodes, and prompt tokens per second until the first token, by system and load."""
+def figures_of(
+    name: str, folder: Path, peer: Path | None, rounds: int, loads: Sequence[Load]
+) -> dict[str, dict[str, float | str]]:
+    """Output tokens per second of decodes, prompt tokens per second until the first token, MiB of memory, and
+    `LONGEST`, by system and load."""
     write_model(KINDS[name], folder)
     found: dict[str, dict[str, float | str]] = {}
     for system_name, start in systems(folder, peer):
         rates: dict[str, float | str] = {}
         try:
             with start() as system:
-                for load in (*DECODES, *PROMPTS):
+                rates[LONGEST] = sequence_mib(system)
+                for load in loads:
                     measured = asyncio.run(measure([system], load, KINDS[name]["vocab_size"], rounds))
                     figures = measured.figures[system.name]
                     tokens = load.arrivals[0].prompt_tokens
@@ -62,9 +69,15 @@ def figures_of(name: str, folder: Path, peer: Path | None, rounds: int) -> dict[
     return found
 
 
+def sequence_mib(system: Pagewire | Vllm) -> float:
+    if isinstance(system, Pagewire):
+        return asyncio.run(system.sequence_bytes(CONTEXT)) / 2**20
+    return CACHE_GIB * 2**10 / system.sequences_in_cache()
+
+
 def table(results: dict[str, dict[str, dict[str, float | str]]]) -> str:
     """A Markdown table with a row for each model and load."""
-    lines = ["| model | load | pagewire tok/s | vLLM tok/s | ratio |", "|---|---|---|---|---|"]
+    lines = ["| model | load, tok/s | pagewire | vLLM | ratio |", "|---|---|---|---|---|"]
     for model, by_system in results.items():
         ours, theirs = by_system.get(Pagewire.name, {}), by_system.get(Vllm.name, {})
         for load in dict.fromkeys([*ours, *theirs]):
@@ -79,16 +92,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", type=Path, metavar="DIR", help="the folder of vLLM's CPU build")
     parser.add_argument("--models", default=",".join(KINDS), help=f"names, of {', '.join(KINDS)}")
+    parser.add_argument("--loads", choices=("all", "none"), default="all")
     parser.add_argument("--rounds", type=int, default=1, help="how often each load is run (default 1)")
     arguments = parser.parse_args()
     models = arguments.models.split(",")
     if unknown := [model for model in models if model not in KINDS]:
         parser.error(f"there is no model {unknown[0]!r} here, but {', '.join(KINDS)}")
+    loads = (*DECODES, *PROMPTS) if arguments.loads == "all" else ()
     end_on_signals()
     results = {}
     for model in models:
         with tempfile.TemporaryDirectory() as temporary:
-            results[model] = figures_of(model, Path(temporary) / "model", arguments.peer, arguments.rounds)
+            folder = Path(temporary) / "model"
+            results[model] = figures_of(model, folder, arguments.peer, arguments.rounds, loads)
         sys.stdout.write(table({model: results[model]}) + "\n\n")
         sys.stdout.flush()
     sys.stdout.write(json.dumps(results) + "\n")

@@ -8,10 +8,15 @@ from typing import Self
 
 from bench.loads.drive import Stream
 from bench.loads.load import CONTEXT
-from pagewire.v1.admin_service_pb2 import GetClusterStateRequest, StepSplit
+from pagewire.v1.admin_service_pb2 import GetClusterStateRequest, StepSplit, WorkerState
 from pagewire.v1.admin_service_pb2_grpc import AdminServiceStub
+from pagewire.v1.worker_service_pb2 import GetWorkerInfoRequest
+from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from pagewire_client import Client, LocalServer, SamplingParams
 from pagewire_common.connection.channel import open_channel
+from scheduler_service.core.config import LayerGroup, blocks_of_tokens
+from scheduler_service.engine.worker_link.limits import layer_groups
+from scheduler_service.wire.codec import decode_worker_info
 
 
 async def grpc_stream(client: Client) -> Stream:
@@ -63,10 +68,20 @@ class Pagewire:
 
     async def step_split(self) -> StepSplit:
         """Time of each phase of the worker's steps since the scheduler started."""
+        return (await self._worker()).step_split
+
+    async def sequence_bytes(self, num_tokens: int) -> int:
+        """Maximum of the KV cache that one sequence of `num_tokens` tokens takes, states included."""
+        async with open_channel((await self._worker()).address, None) as channel:
+            info = decode_worker_info(await WorkerServiceStub(channel).GetWorkerInfo(GetWorkerInfoRequest()))
+        groups = layer_groups(info) or (LayerGroup(info.block_size, info.sliding_window),)
+        return info.block_bytes * blocks_of_tokens(groups, num_tokens, info.max_num_batched_tokens)
+
+    async def _worker(self) -> WorkerState:
         async with open_channel(self._server.admin_target, None) as channel:
             response = await AdminServiceStub(channel).GetClusterState(GetClusterStateRequest())
         (worker,) = response.state.workers
-        return worker.step_split
+        return worker
 
     def __enter__(self) -> Self:
         return self

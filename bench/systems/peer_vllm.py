@@ -7,6 +7,7 @@ of its CPU build has a virtual environment `venv/` and a Hugging Face directory 
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -91,8 +92,19 @@ class Vllm:
         raise BenchError(f"vLLM was not ready within {START_SECONDS} s:\n{self._last_words()}")
 
     def _last_words(self) -> str:
+        return "\n".join(self._lines()[-20:])
+
+    def _lines(self) -> list[str]:
         self._log.seek(0)
-        return "\n".join(self._log.read().decode(errors="replace").splitlines()[-20:])
+        return self._log.read().decode(errors="replace").splitlines()
+
+    def sequences_in_cache(self) -> float:
+        """How many sequences of the longest context fit the KV cache, as its log says. Raises BenchError if it does
+        not."""
+        for line in self._lines():
+            if found := re.search(r"Maximum concurrency for \S+ tokens per request: ([\d.]+)x", line):
+                return float(found[1])
+        raise BenchError("vLLM's log does not say how many sequences its KV cache has room for")
 
     def pids(self) -> list[int]:
         return [self._process.pid]

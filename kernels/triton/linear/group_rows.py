@@ -17,14 +17,14 @@ from kernels.linear import experts as eager
 from kernels.ops import ExpertRows
 from kernels.triton.launch import OPTIONS, num_warps
 
-_MOST = 16_384
+_MAX_ROWS = 16_384
 """Rows up to which this kernel is used; torch sorts more."""
 _WIDTH = 1024
 
 
 def group_rows(experts: Tensor, num_experts: int) -> ExpertRows:
     num_rows = experts.numel()
-    if num_rows > _MOST:
+    if num_rows > _MAX_ROWS:
         return eager.group_rows(experts, num_experts)
     tokens, places, ends = (
         torch.empty(shape, dtype=torch.int64, device=experts.device) for shape in (num_rows, experts.shape, num_experts)
