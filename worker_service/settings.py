@@ -102,11 +102,14 @@ class WorkerSettings(ServiceSettings):
         16_384,
         ge=0,
         le=2**31 - 1,
-        description="tokens of images in prompts whose embeddings are kept, for models that read images; 0: images are "
-        "refused",
+        description="tokens of images and sounds in prompts whose embeddings are kept, for models that read them; 0: "
+        "images and sounds are refused",
     )
     encoder_budget: int = Field(
-        0, ge=0, le=2**31 - 1, description="most tokens of images encoded in one step; 0: one image, or one tile of it"
+        0,
+        ge=0,
+        le=2**31 - 1,
+        description="most tokens of images and sounds encoded in one step; 0: one image, one tile of it, or one sound",
     )
     speculative_config: str | None = Field(
         None,
