@@ -3,7 +3,6 @@ set before triton's import, the kernels run slowly on a CPU, as in tests without
 memory: blocks are contiguous, so torch's `copy_` uses the copy engine while kernels run."""
 
 from kernels.reference import pack_grouped, pack_int4, pack_int8, pack_mx_float4, pack_w8a8, wide_itemsize
-from kernels.states import gated_delta_rule, selective_scan, short_convolution
 from kernels.triton.attention.attention_by_position import shared_tokens
 from kernels.triton.attention.copy_blocks import copy_blocks
 from kernels.triton.attention.paged_attention import paged_attention
@@ -21,6 +20,9 @@ from kernels.triton.linear.grouped_float8 import grouped_float8
 from kernels.triton.linear.grouped_linear import grouped_linear
 from kernels.triton.linear.invariant_linear import pack as pack_batch_invariant
 from kernels.triton.linear.linear import pack
+from kernels.triton.states.gated_delta_rule import gated_delta_rule
+from kernels.triton.states.selective_scan import selective_scan
+from kernels.triton.states.short_convolution import short_convolution
 
 WIDE_PRODUCTS = False
 """Assumed, not measured: float32 results are slower than bf16."""

@@ -161,11 +161,36 @@ def launches(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
     for chosen in (empty(1, 8, dtype=torch.int64), empty(900, 8, dtype=torch.int64)):
         yield "group_rows", lambda chosen=chosen: ops.group_rows(chosen, 128)
     yield "combine_rows", lambda: ops.combine_rows(empty(40, 2048), places, shares)
+    yield from state_launches()
     logits, numbers = empty(5, 128_256, dtype=torch.float32), empty(5, dtype=torch.float32)
     draws = Draws(rows=ids, keys=ids, temperature=numbers, min_p=numbers, top_k=ids, top_p=numbers)
     yield "greedy", lambda: sampling.greedy(logits)
     yield "draw", lambda: sampling.draw(logits, numbers, draws)
     yield "log_probabilities", lambda: sampling.log_probabilities(logits, ids, 5)
+
+
+def state_launches() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Of decodes and of chunks."""
+    ids, wide = empty(5, dtype=torch.int32), partial(empty, dtype=torch.float32)
+    for query_len in (1, 2000):
+        metadata = AttentionMetadata(ids, ids[:4], empty(4, 1, dtype=torch.int32), query_len, 2000)
+        count = query_len + 3
+        for bias, activation in ((None, "silu"), (empty(8192), None)):
+            inputs = empty(count, 8192), empty(8192, 4), bias, empty(9, 8192, 3)
+            yield "short_convolution", partial(ops.short_convolution, *inputs, metadata, activation)
+        for size, decays, has_beta in ((128, (), True), (256, (256,), True), (96, (), False)):
+            keys, beta = empty(count, 16, size), wide(count, 32) if has_beta else None
+            inputs = keys, keys, empty(count, 32, size), wide(count, 32, *decays), beta, wide(9, 32, size, size)
+            yield "gated_delta_rule", partial(ops.gated_delta_rule, *inputs, metadata, has_beta)
+        x, columns, states = empty(count, 128, 64), empty(count, 8, 128), wide(9, 128, 64, 128)
+        rates = wide(count, 128), wide(128)
+        yield "selective_scan", partial(ops.selective_scan, x, *rates, columns, columns, None, states, metadata)
+        x, columns, states = empty(count, 1, 5120), empty(count, 1, 16), wide(9, 1, 5120, 16)
+        rates = wide(count, 1, 5120), wide(1, 5120, 16)
+        yield (
+            "selective_scan of Mamba",
+            partial(ops.selective_scan, x, *rates, columns, columns, wide(1, 5120), states, metadata),
+        )
 
 
 INVARIANT_BATCHES = ((1, 100), (1, 8000), (3, 8000), (2000, 2000))

@@ -1,132 +1,35 @@
 """Operations on states: the compiled ones against the eager ones, both against transformers', and that nothing but a
 sequence's tokens changes a bit of it."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 import torch
+from state_cases import (
+    LENS,
+    Operation,
+    batch,
+    bits,
+    case,
+    convolution,
+    delta_rule,
+    each_operation,
+    pool_for,
+    scan,
+    weights,
+)
 from torch import Tensor
-from torch.nn import functional
 
 from kernels import reference
-from kernels.inputs import AttentionMetadata
 
-CPU = torch.device("cpu")
-NAN = float("nan")
-LENS = [(1, 1), (1, 40), (5, 5), (70, 100), (0, 7), (2, 130), (3, 3)]
-"""Query tokens and context of each sequence."""
-
-
-@dataclass
-class Operation:
-    by_token: Sequence[Tensor]
-    """Inputs, [tokens, ...]."""
-    state: tuple[int, ...]
-    call: Callable[..., Tensor]
-    """Arguments: the backend, inputs, states, metadata."""
-    state_dtype: torch.dtype = torch.float32
-
-
-def tensors(tokens: int, dtype: torch.dtype, *sizes: tuple[int, ...]) -> list[Tensor]:
-    """Numbers of [tokens, *sizes]. Tokens lie further apart than they are long, as parts of a fused projection do."""
-    generator = torch.Generator().manual_seed(2)
-    return [torch.randn(tokens, size[0] + 1, *size[1:], generator=generator).to(dtype)[:, : size[0]] for size in sizes]
-
-
-def weights(*size: int) -> Tensor:
-    return torch.randn(*size, generator=torch.Generator().manual_seed(3))
-
-
-def convolution(tokens: int, dtype: torch.dtype, taps: int = 4, silu: bool = True) -> Operation:
-    weight, bias = weights(300, taps).to(dtype), weights(300).to(dtype) if silu else None
-    activation = "silu" if silu else None
-    return Operation(
-        tensors(tokens, dtype, (300,)),
-        (300, taps - 1),
-        lambda ops, inputs, states, metadata: ops.short_convolution(
-            *inputs, weight, bias, states, metadata, activation
-        ),
-        dtype,
-    )
-
-
-def delta_rule(
-    tokens: int, dtype: torch.dtype, decays: int = 1, has_beta: bool = True, normalize: bool = True
-) -> Operation:
-    query, key, value = tensors(tokens, dtype, (2, 20), (2, 20), (6, 37))
-    (decay,) = tensors(tokens, torch.float32, (6, decays))
-    decay, beta = -functional.softplus(decay), value[..., 0].sigmoid()
-    if not normalize:
-        key = key / 5
-    return Operation(
-        [query, key, value, decay if decays > 1 else decay[..., 0], beta],
-        (6, 20, 37),
-        lambda ops, inputs, states, metadata: ops.gated_delta_rule(
-            *inputs[:4], inputs[4] if has_beta else None, states, metadata, normalize
-        ),
-    )
-
-
-def scan(tokens: int, dtype: torch.dtype, heads: int = 4, size: int = 21, groups: int = 2) -> Operation:
-    """With one head, or heads of one row, Mamba: each row has its own dt and D, and each number of the state its A."""
-    x, b, c = tensors(tokens, dtype, (heads, size), (groups, 20), (groups, 20))
-    (dt,) = tensors(tokens, torch.float32, (heads, size))
-    dt, is_mamba = functional.softplus(dt), heads == 1 or size == 1
-    a, d = (-weights(heads, size, 20).exp(), weights(heads, size)) if is_mamba else (-weights(heads).exp(), None)
-    return Operation(
-        [x, dt if is_mamba else dt[..., 0], b, c],
-        (heads, size, 20),
-        lambda ops, inputs, states, metadata: ops.selective_scan(*inputs[:2], a, *inputs[2:], d, states, metadata),
-    )
-
-
-OPERATIONS: dict[str, Callable[[int, torch.dtype], Operation]] = {
-    "convolution": convolution,
-    "convolution_of_3": lambda tokens, dtype: convolution(tokens, dtype, 3, False),
-    "delta_rule": delta_rule,
-    "delta_rule_by_row": lambda tokens, dtype: delta_rule(tokens, dtype, 20, normalize=False),
-    "linear_attention": lambda tokens, dtype: delta_rule(tokens, dtype, has_beta=False, normalize=False),
-    "mamba_2": scan,
-    "mamba": lambda tokens, dtype: scan(tokens, dtype, 1, 70, 1),
-    "mamba_by_heads": lambda tokens, dtype: scan(tokens, dtype, 70, 1, 1),
-}
-each_operation = pytest.mark.parametrize("make", OPERATIONS.values(), ids=OPERATIONS)
 both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-
-
-def pool_for(operation: Operation, num_blocks: int) -> Tensor:
-    """States in blocks that are neither aligned nor adjacent, NaN."""
-    size = torch.Size(operation.state).numel()
-    pool = torch.full((num_blocks, size + 3), NAN, dtype=operation.state_dtype)
-    return pool[:, 1 : size + 1].unflatten(1, operation.state)
-
-
-def batch(lens: Sequence[tuple[int, int]], blocks: Sequence[int]) -> AttentionMetadata:
-    return AttentionMetadata.build(
-        [n for n, _ in lens], [context for _, context in lens], torch.tensor(blocks).view(-1, 1), CPU
-    )
-
-
-def case(operation: Operation) -> tuple[Tensor, AttentionMetadata]:
-    """States of the sequences that continue, NaN in all other blocks; and the metadata of LENS."""
-    blocks = [5, 0, 7, 3, 99, 1, 6]  # nothing is computed of the fifth
-    states = pool_for(operation, 9)
-    for (query_len, context), block in zip(LENS, blocks, strict=True):
-        if 0 < query_len < context:
-            states[block] = weights(*operation.state) / 2
-    return states, batch(LENS, blocks)
-
-
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.int16 if tensor.dtype is torch.bfloat16 else torch.int32)
 
 
 @each_operation
 @both_dtypes
 def test_an_operation_is_the_references(
-    kernels: ModuleType, make: Callable[[int, torch.dtype], Operation], dtype: torch.dtype
+    kernels: ModuleType, make: Callable[..., Operation], dtype: torch.dtype
 ) -> None:
     operation = make(sum(n for n, _ in LENS), dtype)
     states, metadata = case(operation)
@@ -142,7 +45,7 @@ def test_an_operation_is_the_references(
 @each_operation
 @both_dtypes
 def test_neither_chunks_nor_neighbours_nor_threads_change_a_bit(
-    kernels: ModuleType, make: Callable[[int, torch.dtype], Operation], dtype: torch.dtype
+    kernels: ModuleType, make: Callable[..., Operation], dtype: torch.dtype
 ) -> None:
     operation, threads = make(70, dtype), torch.get_num_threads()
     states = pool_for(operation, 9)
@@ -165,9 +68,7 @@ def test_neither_chunks_nor_neighbours_nor_threads_change_a_bit(
 
 
 @each_operation
-def test_a_step_without_sequences_is_nothing(
-    kernels: ModuleType, make: Callable[[int, torch.dtype], Operation]
-) -> None:
+def test_a_step_without_sequences_is_nothing(kernels: ModuleType, make: Callable[..., Operation]) -> None:
     operation = make(0, torch.bfloat16)
     for ops in (kernels, reference):
         found = operation.call(ops, operation.by_token, pool_for(operation, 1), batch([], []))
@@ -175,9 +76,7 @@ def test_a_step_without_sequences_is_nothing(
 
 
 @each_operation
-def test_a_block_outside_the_pool_is_refused(
-    kernels: ModuleType, make: Callable[[int, torch.dtype], Operation]
-) -> None:
+def test_a_block_outside_the_pool_is_refused(kernels: ModuleType, make: Callable[..., Operation]) -> None:
     operation = make(1, torch.float32)
     for block in (-1, 9):
         with pytest.raises(RuntimeError, match=f"has its state in block {block} of 9"):

@@ -87,8 +87,6 @@ class GeneratorLoader(Loader):
                 raise StartError(f"{name} is not supported: {error}") from error
             span = replace(target.shape, groups=groups).span
             if span <= most:
-                if target.device.type != "cpu" and any(isinstance(layer, LayerStates) for layer in needs):
-                    log.warning("no kernels of GPUs compute states: eager torch does, token by token, which is slow")
                 return groups
             reason = f"--max-num-batched-tokens is {most}; it must be at least {span}, the tokens of a block of {name}"
         if needs and not has_one_kind(needs):
