@@ -86,6 +86,29 @@ FAMILIES: Mapping[str, Mapping[str, dict[str, Any]]] = {
             "processor_class": "LlavaNextProcessor",
         },
     },
+    "llava_onevision": {
+        "config": {
+            "image_token_index": "<image>",
+            "vision_config": {"model_type": "siglip_vision_model", "image_size": 24, "patch_size": 6},
+            "vision_feature_select_strategy": "full",
+            "vision_aspect_ratio": "anyres_max_2",
+            "image_grid_pinpoints": [[24, 24], [24, 48], [48, 24], [48, 48], [72, 24], [48, 72]],
+        },
+        "preprocessor": {
+            "image_processor_type": "LlavaOnevisionImageProcessor",
+            "do_pad": True,
+            "size": {"height": 24, "width": 24},
+            "image_grid_pinpoints": [[24, 24], [24, 48], [48, 24], [48, 48], [72, 24], [48, 72]],
+        },
+        "processor": {
+            "image_token": "<image>",
+            "video_token": "<video>",
+            "num_image_tokens": 16,
+            "vision_aspect_ratio": "anyres_max_2",
+            "vision_feature_select_strategy": "full",
+            "processor_class": "LlavaOnevisionProcessor",
+        },
+    },
     "siglip": {
         "config": {
             "model_type": "llava",

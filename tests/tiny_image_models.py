@@ -125,6 +125,16 @@ FAMILIES: Mapping[str, Family] = {
         {"processor_class": "LlavaNextProcessor", "patch_size": 7, "num_additional_image_tokens": 1,
          "vision_feature_select_strategy": "default"},
     ),
+    "llava_onevision": Family(
+        {"vision_config": {"model_type": "siglip_vision_model", **_SIDES, "vision_use_head": False},
+         "text_config": {"model_type": "qwen2", **_QWEN_TEXT}, "image_grid_pinpoints": _CANVASES,
+         "vision_aspect_ratio": "anyres_max_2"},
+        "<image>",
+        {"image_processor_type": "LlavaOnevisionImageProcessor", "size": {"height": 28, "width": 28},
+         "image_grid_pinpoints": _CANVASES},
+        {"processor_class": "LlavaOnevisionProcessor", "num_image_tokens": 16, "vision_aspect_ratio": "anyres_max_2",
+         "vision_feature_select_strategy": "full"},
+    ),
     "llava of siglip": Family(
         {"vision_config": {"model_type": "siglip_vision_model", **_SIDES, "vision_use_head": False},
          "text_config": {"model_type": "qwen3", **_TEXT}, "image_seq_length": 16,
@@ -215,12 +225,13 @@ def expand(prompt: Prompt, layouts: ImageLayouts) -> tuple[list[int], list[tuple
     """The prompt's token ids, and each image with the place of its first token."""
     token_ids: list[int] = []
     pictures: list[tuple[int, Picture]] = []
+    number = sum(isinstance(part, Picture) for part in prompt)
     for part in prompt:
         if isinstance(part, int):
             token_ids.append(part)
         else:
             pictures.append((len(token_ids), part))
-            token_ids += layouts.of(part.width, part.height).token_ids
+            token_ids += layouts.among(number, part.width, part.height).token_ids
     return token_ids, pictures
 
 
@@ -254,7 +265,8 @@ class ImageOracle:
         inputs: dict[str, Any] = {"input_ids": torch.tensor([token_ids])}
         if pictures:
             images = [Image.open(io.BytesIO(one.data)).convert("RGB") for one in pictures]
-            found = self._processor(images=images, return_tensors="pt", **self._options)
+            nested = [images] if self.layouts.beside is not None else images  # as its chats are
+            found = self._processor(images=nested, return_tensors="pt", **self._options)
             inputs |= {name: value for name, value in found.items() if name not in ("num_crops", "num_patches")}
         if "image_grid_thw" in inputs:
             is_image = inputs["input_ids"] == self.layouts.image_token_id

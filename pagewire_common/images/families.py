@@ -14,6 +14,7 @@ from pagewire_common.images.of_family.idefics import idefics_layouts
 from pagewire_common.images.of_family.internvl import internvl_layouts
 from pagewire_common.images.of_family.llava import llava_layouts
 from pagewire_common.images.of_family.llava_next import llava_next_layouts
+from pagewire_common.images.of_family.llava_onevision import llava_onevision_layouts
 from pagewire_common.images.of_family.pixtral import pixtral_layouts
 from pagewire_common.images.of_family.qwen import qwen_layouts
 from pagewire_common.images.settings import Settings
@@ -30,6 +31,7 @@ _FAMILIES: Mapping[str, Callable[[ModelImages], ImageLayouts]] = {
     "internvl": internvl_layouts,
     "llava": llava_layouts,
     "llava_next": llava_next_layouts,
+    "llava_onevision": llava_onevision_layouts,
     "mistral3": partial(pixtral_layouts, image_token_id=10),
     "qwen2_vl": partial(qwen_layouts, patch_size=14, image_token_id=151655),
     "qwen2_5_vl": partial(qwen_layouts, patch_size=14, image_token_id=151655),
@@ -43,7 +45,6 @@ _BOTH_WAYS = "tokens of an image attend to each other in both directions"
 _REFUSED = {
     **dict.fromkeys(("gemma3n", "gemma4", "paligemma"), _BOTH_WAYS),
     "mllama": "its decoder attends to images in layers of their own",
-    "llava_onevision": "the tokens of an image depend on the number of images beside it",
 }
 """Families whose images are not read, with the reason."""
 

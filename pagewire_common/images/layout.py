@@ -5,6 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+BESIDE = 1 << 16
+"""The number of the first part of an image beside others, in families that then encode it in another way."""
+
 
 class ImagePart(NamedTuple):
     """A half-open range of an image's tokens, from the first to the last image token of a part that is encoded on its
@@ -20,11 +23,13 @@ class ImageLayout(NamedTuple):
     `token_ids`: replace the placeholder token of the image.
     `parts`: in the order of the tokens, and of the tiles that the image processor of transformers returns.
     `grid`: rows and columns of embeddings, for families with positions in three axes; otherwise None.
+    `first_part`: the number of the first part, see `ImageLayouts.beside`.
     """
 
     token_ids: tuple[int, ...]
     parts: tuple[ImagePart, ...]
     grid: tuple[int, int] | None = None
+    first_part: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,8 @@ class ImageLayouts:
     `attends_both_ways`: whether the tokens of a part attend to each other in both directions.
     `newlines`: the tokens of no newline, of one, of two, and so on, for families whose layouts begin or end with
     newlines, which the tokenizer joins with the text's.
+    `beside`: like `of`, for an image beside other images in its prompt, if its tokens differ from an only image's.
+    The layout's parts have the numbers from `BESIDE`.
     """
 
     family: str
@@ -47,6 +54,15 @@ class ImageLayouts:
     of: Callable[[int, int], ImageLayout]
     attends_both_ways: bool = False
     newlines: Sequence[Sequence[int]] = ()
+    beside: Callable[[int, int], ImageLayout] | None = None
+
+    def among(self, num_images: int, width: int, height: int) -> ImageLayout:
+        """The layout of an image in a prompt of so many images. Raises ValueError like `of`."""
+        return self.of_part(BESIDE if num_images > 1 else 0, width, height)
+
+    def of_part(self, number: int, width: int, height: int) -> ImageLayout:
+        """The layout that has the part of this number, if the image has such a part. Raises ValueError like `of`."""
+        return self.of(width, height) if self.beside is None or number < BESIDE else self.beside(width, height)
 
     def join_newlines(self, before: "array[int]", after: "array[int]") -> "array[int]":
         """Move the newlines at the end of `before` to the beginning of `after`. The tokenizer has tokens of several

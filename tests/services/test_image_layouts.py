@@ -25,6 +25,7 @@ from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
+from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.pixtral import image_processing_pil_pixtral
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
@@ -111,6 +112,15 @@ def expected_of(name: str, folder: Path) -> Expected:
         def text(width: int, height: int) -> tuple[str, int]:
             found = {"image_sizes": [(height, width)], "pixel_values": [[np.zeros((3, side, side))]]}
             return LlavaNextProcessor.replace_image_token(stub, found, 0), 1
+    elif name == "llava_onevision":
+        stub = SimpleNamespace(image_processor=SimpleNamespace(**images), **stated)
+        for method in ("_get_unpadded_features", "_get_number_of_features"):
+            setattr(stub, method, partial(getattr(LlavaOnevisionProcessor, method), stub))
+        side = images["size"]["height"]
+
+        def text(width: int, height: int) -> tuple[str, int]:
+            found = {"image_sizes": [(height, width)], "pixel_values": [[np.zeros((3, side, side))]]}
+            return LlavaOnevisionProcessor.replace_image_token(stub, found | {"batch_num_images": [1]}, 0), 1
     elif name == "internvl":
         tiles = GotOcr2ImageProcessorPil(**images)
         stub = SimpleNamespace(
@@ -286,6 +296,14 @@ REFUSED: list[tuple[str, dict[str, dict[str, Any]], str]] = [
     ("llava_next", {"preprocessor": {"image_grid_pinpoints": [24, 48]}}, "it must be a list of pairs"),
     ("llava_next", {"preprocessor": {"size": {"shortest_edge": 30}}}, "the size of tiles, which is 24 in crop_size"),
     ("llava_next", {"processor": {"num_additional_image_tokens": 0}}, "1 in the tower and 0 in processor_config.json"),
+    ("llava_onevision", {"processor": {"num_image_tokens": 17}}, "17 in processor_config.json and 16 in the tower"),
+    (
+        "llava_onevision",
+        {"config": {"vision_aspect_ratio": "anyres"}, "processor": {"vision_aspect_ratio": "anyres"}},
+        "vision_aspect_ratio in config.json is 'anyres'; it must be a text such as anyres_max_9",
+    ),
+    ("llava_onevision", {"config": {"vision_feature_select_strategy": "default"}}, "is 'default'; it must be 'full'"),
+    ("llava_onevision", {"preprocessor": {"crop_size": 20}}, "the size of tiles is 24 in size and 20 in crop_size"),
     ("gemma3", {"preprocessor": {"do_pan_and_scan": True}}, "do_pan_and_scan in preprocessor_config.json is True"),
     ("gemma3", {"preprocessor": {"size": {"height": 28, "width": 28}}}, "must be the height and width of 24 pixels"),
     ("gemma3", {"processor": {"image_seq_length": 16}}, "16 in processor_config.json and 9 in config.json"),
@@ -332,6 +350,11 @@ def test_an_image_of_which_the_processor_would_make_far_more_pixels_is_refused(t
             assert layouts.of(width, height).token_ids
             with pytest.raises(ValueError, match=r"would make 3355\d+; at most 33554432 are allowed"):
                 layouts.of(width + (width > 1), height + (height > 1))
+    layouts = read_image_layouts(write_image_model(tmp_path / "beside", "llava_onevision"))
+    assert layouts is not None
+    assert layouts.among(1, 5793, 10).token_ids
+    with pytest.raises(ValueError, match="would make 33558849"):
+        layouts.among(2, 5793, 10)
 
 
 JSON = st.recursive(

@@ -10,7 +10,7 @@ from image_files import image_file, rotated
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.calls.errors import RequestError
 from pagewire_common.images.head import MAX_BYTES
-from pagewire_common.images.layout import ImageLayout, ImageLayouts
+from pagewire_common.images.layout import BESIDE, ImageLayout, ImageLayouts
 from pagewire_common.images.layout import ImagePart as Tokens
 from scheduler_service.core import ImagePart
 from scheduler_service.frontend.calls.generation import check_request
@@ -80,6 +80,19 @@ async def test_placeholders_of_a_chat_are_replaced_in_order(model: ServedModel) 
     for number in (0, 1, 3):
         with pytest.raises(RequestError, match=f"chat has 2 images, and {number} placeholders of images"):
             await expand_images([70, *[PLACEHOLDER] * number], [("a", DATA), ("b", DATA)], model)
+
+
+async def test_an_image_beside_others_may_have_other_tokens(model: ServedModel) -> None:
+    """Its part has another number, so that it is not taken for the image alone."""
+    few = ImageLayout((IMAGE,), (Tokens(0, 1),), first_part=BESIDE)
+    assert model.images is not None
+    model = replace(model, images=replace(model.images, beside=lambda *_: few))
+    alone = await check_request(request([70], DATA), "a", model)
+    assert list(alone.prompt_token_ids) == [70, *TILES.token_ids]
+    both = await check_request(request([70], DATA, [71], DATA), "a", model)
+    chat = await expand_images([70, PLACEHOLDER, 71, PLACEHOLDER], [("a", DATA), ("b", DATA)], model)
+    assert list(both.prompt_token_ids) == list(chat.token_ids) == [70, IMAGE, 71, IMAGE]
+    assert {item.part for item in (*both.items, *chat.items)} == {BESIDE}
 
 
 async def test_newlines_around_an_image_are_joined_with_those_of_a_chat(model: ServedModel) -> None:

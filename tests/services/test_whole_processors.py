@@ -3,6 +3,7 @@
 import json
 import random
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,8 @@ from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
@@ -33,6 +36,7 @@ WHOLE: dict[str, tuple[Any, Any, str]] = {
     "internvl": (InternVLProcessor, GotOcr2ImageProcessorPil, "<IMG_CONTEXT>"),
     "llava": (LlavaProcessor, CLIPImageProcessorPil, "<image>"),
     "llava_next": (LlavaNextProcessor, LlavaNextImageProcessorPil, "<image>"),
+    "llava_onevision": (LlavaOnevisionProcessor, LlavaOnevisionImageProcessorPil, "<image>"),
     "qwen2_vl": (Qwen2VLProcessor, Qwen2VLImageProcessorPil, "<|image_pad|>"),
     "qwen3_vl": (Qwen3VLProcessor, Qwen2VLImageProcessorPil, "<|image_pad|>"),
 }
@@ -69,10 +73,13 @@ def test_prompts_are_those_of_whole_processors(name: str, tmp_path: Path, monkey
         around = [numbers.choice(["", "\n", "\n\n", " and\n"]) for _ in range(2)]
         text = "".join(f"Image {number}:{around[0]}{mark}{around[1]}" for number in range(len(sizes)))
         loaded = [Image.new("RGB", size, (9, 99, 199)) for size in sizes]
-        expected = processor(images=[loaded] if name in ("gemma3", "idefics3") else loaded, text=[text])["input_ids"][0]
+        nested = [loaded] if name in ("gemma3", "idefics3", "llava_onevision") else loaded
+        expected = processor(images=nested, text=[text])["input_ids"][0]
         found = array("I")
         remaining = iter(sizes)
         for token_id in tokenizer(text, add_special_tokens=False)["input_ids"]:
-            new = layouts.of(*next(remaining)).token_ids if token_id == layouts.placeholder_id else [token_id]
+            new: Sequence[int] = [token_id]
+            if token_id == layouts.placeholder_id:
+                new = layouts.among(len(sizes), *next(remaining)).token_ids
             found += layouts.join_newlines(found, array("I", new))
         assert list(found) == list(expected)

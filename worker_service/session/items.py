@@ -80,3 +80,5 @@ class ImageToEncode(NamedTuple):
     """The number of tokens from the first to the last that the item replaces."""
     num_embeddings: int = 0
     """The number of these tokens that are image tokens."""
+    first_part: int = 0
+    """See `ImageLayout`."""

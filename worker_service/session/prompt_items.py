@@ -47,12 +47,15 @@ class SessionItems:
         if whole is None:
             return None
         assert self._layouts is not None
-        layout = self._layouts.of(whole.width, whole.height)
-        if item.part >= len(layout.parts):
+        layout = self._layouts.of_part(item.part, whole.width, whole.height)
+        number = item.part - layout.first_part
+        if number >= len(layout.parts):
             return None
-        start, stop = layout.parts[item.part]
+        start, stop = layout.parts[number]
         num_embeddings = layout.token_ids[start:stop].count(self._layouts.image_token_id)
-        return ImageToEncode(item, whole.width, whole.height, whole.data, stop - start, num_embeddings)
+        return ImageToEncode(
+            item, whole.width, whole.height, whole.data, stop - start, num_embeddings, layout.first_part
+        )
 
     def _take_image(self, item: PromptItem, image: ImagePart) -> PromptItem:
         if image.data:

@@ -13,7 +13,7 @@ _TOWERS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 _SIDES = {"LlavaImageProcessor": 224, "CLIPImageProcessor": 224, "SiglipImageProcessor": 224}
 
 
-class _Sizes(NamedTuple):
+class SquareSizes(NamedTuple):
     """`side`: of the square that every image becomes. `shortest_edge`: of an image before it is cropped; 0 if all
     images are resized to the same size. `pads`: whether an image first gets a border that makes it a square."""
 
@@ -71,7 +71,7 @@ def embeddings_of_square(model: ModelImages, side: int) -> tuple[int, int]:
     return patch, (side // patch) ** 2 + additional - (strategy == "default")
 
 
-def _sizes(model: ModelImages) -> _Sizes:
+def _sizes(model: ModelImages) -> SquareSizes:
     kind = model.image_processor(*_SIDES)
     is_cropping, pixels = kind != "SiglipImageProcessor", model.pixels
     pixels.require("do_resize", True)
@@ -85,7 +85,7 @@ def _sizes(model: ModelImages) -> _Sizes:
     if pixels.flag("do_center_crop", is_cropping):
         if size.keys() not in ({"shortest_edge"}, {"height", "width"}):
             raise pixels.refused("size", "an object of shortest_edge, or of height and width")
-        return _Sizes(cropped, size.get("shortest_edge", 0), pads)
+        return SquareSizes(cropped, size.get("shortest_edge", 0), pads)
     if size.keys() != {"height", "width"} or size["height"] != size["width"]:
         raise pixels.refused("size", "an object of height and width, which are equal")
-    return _Sizes(size["height"], pads=pads)
+    return SquareSizes(size["height"], pads=pads)

@@ -26,23 +26,36 @@ def llava_next_layouts(model: ModelImages) -> ImageLayouts:
     patch, number = embeddings_of_square(model, side)
     patches = side // patch
     same("the number of a tile's embeddings", {"the tower": number, "patches": patches**2})
-    canvases = pixels.pairs("image_grid_pinpoints", _CANVASES)
-    stated = {"the image processor": canvases, "config.json": model.config.pairs("image_grid_pinpoints", _CANVASES)}
-    same("image_grid_pinpoints", {where: str(value) for where, value in stated.items()})
-    if any(height % side or width % side or height * width > MAX_TILES * side**2 for height, width in canvases):
-        raise pixels.refused("image_grid_pinpoints", f"multiples of {side}, of at most {MAX_TILES} tiles each")
+    canvases = read_canvases(model, side, _CANVASES)
     token = model.image_token_id(model.token("image_token", model.processor.text("image_token", "<image>")), 32000)
 
     def layout(width: int, height: int) -> ImageLayout:
-        rows, columns = (length // side * patches for length in _canvas(width, height, canvases))
-        if width / height > columns / rows:
-            rows -= (rows - _scaled(height, columns / width)) // 2 * 2
-        else:
-            columns -= (columns - _scaled(width, rows / height)) // 2 * 2
+        rows, columns = grid_of(width, height, canvases, side, patches)
         total = number + rows * (columns + 1)
         return ImageLayout((token,) * total, (ImagePart(0, total),))
 
     return ImageLayouts(model.family, token, token, layout)
+
+
+def read_canvases(model: ModelImages, side: int, default: list[list[int]]) -> list[tuple[int, int]]:
+    """Heights and widths in pixels, multiples of a tile's `side`."""
+    canvases = model.pixels.pairs("image_grid_pinpoints", default)
+    stated = {"the image processor": canvases, "config.json": model.config.pairs("image_grid_pinpoints", default)}
+    same("image_grid_pinpoints", {where: str(value) for where, value in stated.items()})
+    if any(height % side or width % side or height * width > MAX_TILES * side**2 for height, width in canvases):
+        raise model.pixels.refused("image_grid_pinpoints", f"multiples of {side}, of at most {MAX_TILES} tiles each")
+    return canvases
+
+
+def grid_of(width: int, height: int, canvases: Sequence[tuple[int, int]], side: int, patches: int) -> tuple[int, int]:
+    """Rows and columns of embeddings on an image's canvas, without the embeddings of its border alone. `side`,
+    `patches`: of a tile, in pixels and in embeddings."""
+    rows, columns = (length // side * patches for length in _canvas(width, height, canvases))
+    if width / height > columns / rows:
+        rows -= (rows - _scaled(height, columns / width)) // 2 * 2
+    else:
+        columns -= (columns - _scaled(width, rows / height)) // 2 * 2
+    return rows, columns
 
 
 def _scaled(length: int, factor: float) -> int:

@@ -20,12 +20,16 @@ from scheduler_service.frontend.model import ServedModel
 
 class PromptBuilder:
     """The tokens and items of the parts that have been added. `name`: the field that contains them, for errors.
-    `is_one_text`: whether newlines around an image are joined with the text's, as in a text that contains images."""
+    `num_images`: images of the whole prompt. `is_one_text`: whether newlines around an image are joined with the
+    text's, as in a text that contains images."""
 
-    def __init__(self, model: ServedModel, name: str = "parts", *, is_one_text: bool = False) -> None:
+    def __init__(
+        self, model: ServedModel, name: str = "parts", *, num_images: int = 0, is_one_text: bool = False
+    ) -> None:
         self.token_ids = array("I")
         self.items: list[PromptItem] = []
         self._model, self._name, self._is_one_text = model, name, is_one_text
+        self._images_of_prompt = num_images
         self._num_images = self._num_image_bytes = self._num_pixels = 0
         self._num_sounds = self._num_sound_bytes = self._num_samples = 0
 
@@ -75,7 +79,7 @@ class PromptBuilder:
 
     def _add(self, name: str, layouts: ImageLayouts, digest: bytes, width: int, height: int, data: bytes) -> None:
         try:
-            layout = layouts.of(width, height)
+            layout = layouts.among(self._images_of_prompt, width, height)
         except ValueError as error:
             invalid(f"{name} {error}")
         most = self._model.encoder_cache_size
@@ -85,7 +89,7 @@ class PromptBuilder:
         token_ids = array("I", layout.token_ids)
         self.add_tokens(name, layouts.join_newlines(self.token_ids, token_ids) if self._is_one_text else token_ids)
         start = len(self.token_ids) - len(token_ids)
-        for number, part in enumerate(layout.parts):
+        for number, part in enumerate(layout.parts, layout.first_part):
             image = ImagePart(width, height, number)
             size = part.stop - part.start
             self.items.append(PromptItem(digest, start + part.start, size, len(data), data, image))
@@ -100,7 +104,7 @@ async def expand_images(
     that of the placeholders.
     """
     rendered = await take_token_ids(token_ids)
-    built = PromptBuilder(model, "chat", is_one_text=True)
+    built = PromptBuilder(model, "chat", num_images=len(images), is_one_text=True)
     if not images:
         built.add_tokens("chat", rendered)
         return built

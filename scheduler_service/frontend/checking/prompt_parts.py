@@ -33,7 +33,8 @@ async def encode_parts(message: pb.GenerateRequest, model: ServedModel) -> Promp
     check_combinations(message, "parts")
     if any(part.HasField("prompt_embeds") for part in parts):
         _check_permission(model)
-    built, num_bytes = PromptBuilder(model), 0
+    num_images = sum(part.HasField("image") for part in parts)
+    built, num_bytes = PromptBuilder(model, num_images=num_images), 0
     for number, part in enumerate(parts):
         match part.WhichOneof("part"):
             case "text":

@@ -63,7 +63,8 @@ class ImageWorker:
         for table in tables[1:]:
             message.further_tables.add(block_ids=table)
         for start, one in pictures:
-            for part, (first, stop) in enumerate(self.layouts.of(one.width, one.height).parts):
+            layout = self.layouts.among(len(pictures), one.width, one.height)
+            for part, (first, stop) in enumerate(layout.parts, layout.first_part):
                 image = pb.ImagePart(width=one.width, height=one.height, part=part)
                 digest = hashlib.sha256(one.data).digest()
                 message.items.add(

@@ -49,6 +49,23 @@ LLAVA_NEXT: dict[str, Any] = {
         "torch_dtype": "bfloat16", "vocab_size": 32064,
     },
 }  # fmt: skip
+LLAVA_ONEVISION: dict[str, Any] = {
+    "architectures": ["LlavaOnevisionForConditionalGeneration"], "model_type": "llava_onevision",
+    "image_grid_pinpoints": [[384, 384], [384, 768]], "image_token_index": 151646, "video_token_index": 151647,
+    "projector_hidden_act": "gelu", "tie_word_embeddings": False, "torch_dtype": "float16",
+    "use_image_newline_parameter": True, "vision_aspect_ratio": "anyres_max_9", "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "full",
+    "text_config": {
+        "_name_or_path": "Qwen/Qwen2-0.5B-Instruct", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 896,
+        "intermediate_size": 4864, "max_window_layers": 24, "model_type": "qwen2", "num_attention_heads": 14,
+        "num_hidden_layers": 24, "num_key_value_heads": 2, "rope_theta": 1000000.0, "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16", "vocab_size": 152000,
+    },
+    "vision_config": {
+        "hidden_size": 1152, "image_size": 384, "intermediate_size": 4304, "model_type": "siglip_vision_model",
+        "num_attention_heads": 16, "num_hidden_layers": 26, "patch_size": 14, "vision_use_head": False,
+    },
+}  # fmt: skip
 GEMMA3: dict[str, Any] = {
     "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "boi_token_index": 255999,
     "eoi_token_index": 256000, "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02,
@@ -79,10 +96,14 @@ QWEN2_5_VL: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("json", [SMOLVLM, LLAVA, LLAVA_NEXT, QWEN2_5_VL, GEMMA3], ids=lambda json: json["model_type"])
+@pytest.mark.parametrize(
+    "json", [SMOLVLM, LLAVA, LLAVA_NEXT, LLAVA_ONEVISION, QWEN2_5_VL, GEMMA3], ids=lambda json: json["model_type"]
+)
 def test_published_files_are_read(json: dict[str, Any]) -> None:
     text, config, images = json.get("text_config", json), read_config(json), ImageConfig.from_json(json)
-    assert config.max_model_len == text.get("max_position_embeddings", 131_072)
+    defaults = {"gemma3": 131_072, "llava_onevision": 32_768}
+    assert config.max_model_len == text.get("max_position_embeddings", defaults.get(json["model_type"]))
+    assert config.tied_embeddings == images.network.tie_word_embeddings
     assert config.hidden_size == text.get("hidden_size", 4096)
     assert images.network.vision_config.hidden_size == json["vision_config"]["hidden_size"]
 

@@ -11,7 +11,7 @@ COUNT = 4
 PROMPTS: list[Prompt] = [
     [5, 9, ONE, 14, 4, 77],
     [7, 8, 9, 10],
-    [11, OTHER, 6, LONG],
+    [11, OTHER, 6, LONG, 8, ONE],
 ]
 
 

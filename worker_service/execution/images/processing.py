@@ -1,13 +1,14 @@
 """Reads images ahead, and waits for the reader process in a thread of its own, while the device computes."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 
 from worker_service.execution.images.background import yield_to_steps
+from worker_service.execution.images.reader_messages import Read
 from worker_service.models.images.embeddings import Pixels
-from worker_service.session.items import ImageToEncode
+from worker_service.session.items import EncoderItem, ImageToEncode
 
 MAX_KEPT = 4
 """Images that are being read, or have been read and are not yet encoded in whole. An image of 12 million pixels takes
@@ -17,12 +18,12 @@ MAX_KEPT = 4
 class ImageProcessing:
     """May be used by any thread."""
 
-    def __init__(self, read: Callable[[bytes, int, int], Sequence[Pixels]]) -> None:
-        """read: see `PixelReader.read`."""
-        self._read = read
+    def __init__(self, read: Read, read_beside: Read | None = None) -> None:
+        """See `PixelReader.read` and `PixelReader.read_beside`."""
+        self._read, self._read_beside = read, read_beside or read
         self._thread = ThreadPoolExecutor(1, "images", yield_to_steps)
         self._lock = Lock()
-        self._jobs: OrderedDict[bytes, Future[Sequence[Pixels]]] = OrderedDict()
+        self._jobs: OrderedDict[EncoderItem, Future[Sequence[Pixels]]] = OrderedDict()
 
     def begin(self, image: ImageToEncode) -> "Future[Sequence[Pixels]]":
         """Begin to read an image, unless it is being read. The oldest job makes room."""
@@ -42,16 +43,21 @@ class ImageProcessing:
 
     def take(self, image: ImageToEncode) -> Pixels:
         """Wait for an image, and return the inputs of the part to encode. Raises what `read` raises."""
-        job, part = self.begin(image), image.item.part
+        job, part = self.begin(image), image.item.part - image.first_part
         if job.exception() is not None or part == len(job.result()) - 1:
             with self._lock:
-                self._jobs.pop(image.item.digest, None)
+                self._jobs.pop(_first(image), None)
         return job.result()[part]
 
     def _job(self, image: ImageToEncode) -> "Future[Sequence[Pixels]]":
         """The image's job, the newest from now on."""
-        digest = image.item.digest
-        if digest not in self._jobs:
-            self._jobs[digest] = self._thread.submit(self._read, image.data, image.width, image.height)
-        self._jobs.move_to_end(digest)
-        return self._jobs[digest]
+        first, read = _first(image), self._read_beside if image.first_part else self._read
+        if first not in self._jobs:
+            self._jobs[first] = self._thread.submit(read, image.data, image.width, image.height)
+        self._jobs.move_to_end(first)
+        return self._jobs[first]
+
+
+def _first(image: ImageToEncode) -> EncoderItem:
+    """The first of the parts that are read together."""
+    return image.item._replace(part=image.first_part)

@@ -86,10 +86,12 @@ class ImageNetwork:
 
         tower, folder = self.build(device), self.checkpoint.path
         config = self.config
-        read = PixelReader(folder, config).read if isinstance(config, ImageConfig) else SoundReader(folder).read
+        reader = PixelReader(folder, config) if isinstance(config, ImageConfig) else SoundReader(folder)
         self.checkpoint.load_into(tower.checkpoint_tensors())
         tower.pack()
-        processing, layouts = ImageProcessing(reader_process().begin(read)), self.layouts
+        layouts, begin = self.layouts, reader_process().begin
+        beside = begin(reader.read_beside) if isinstance(reader, PixelReader) and layouts.beside is not None else None
+        processing = ImageProcessing(begin(reader.read), beside)
         return ImageEncoder(tower, processing, layouts.image_token_id, attends_both_ways=layouts.attends_both_ways)
 
     def cache_bytes(self, num_tokens: int, hidden_size: int) -> int:

@@ -30,6 +30,7 @@ _OF_QWEN = frozenset({"image_token_id", "video_token_id", "vision_config", "visi
 _OF_LLAVA = frozenset({"image_seq_length", "image_token_id", "image_token_index", "multimodal_projector_bias",
                        "projector_hidden_act", "vision_config", "vision_feature_layer",
                        "vision_feature_select_strategy"})  # fmt: skip
+_OF_ONEVISION = frozenset({"image_grid_pinpoints", "video_token_id", "video_token_index", "vision_aspect_ratio"})
 _OF_IDEFICS = frozenset({"_pad_token_id", "image_token_id", "scale_factor", "vision_config"})
 _OF_LLAMA4 = frozenset({"boi_token_index", "eoi_token_index", "image_token_index", "vision_config"})
 _OF_GEMMA4 = frozenset({"audio_config", "audio_ms_per_token", "audio_soft_tokens_per_image", "audio_token_id",
@@ -46,6 +47,7 @@ _FAMILIES = {
     "llama4": _Whole("Llama4", "llama4_text", _OF_LLAMA4),
     "llava": _Whole("Llava", "llama", _OF_LLAVA, takes_others=True),
     "llava_next": _Whole("LlavaNext", "llama", _OF_LLAVA | {"image_grid_pinpoints"}, takes_others=True),
+    "llava_onevision": _Whole("LlavaOnevision", "qwen2", _OF_LLAVA | _OF_ONEVISION, takes_others=True),
     "mistral3": _Whole("Mistral3", "mistral", _OF_LLAVA | {"spatial_merge_size"}, takes_others=True, ties=True),
     "qwen2_5_vl": _Whole("Qwen2_5_VL", "qwen2_5_vl_text", _OF_QWEN),
     "qwen2_audio": _Whole("Qwen2Audio", "qwen2", _OF_AUDIO),
@@ -59,6 +61,8 @@ _REPEATED_BY_IDEFICS: Mapping[str, object] = {"qk_layer_norms": False, "use_resa
 """Keys of text_config that are not the text network's, with the only value allowed."""
 _UNUSED_BY_IDEFICS = ("neftune_noise_alpha", "perceiver_config")
 """Keys of text_config for training, and for a resampler that no network of these families has."""
+_TIED_BY_TEXT = ("llava", "llava_onevision")
+"""Families whose embeddings and output head are tied if the network's or the text network's part says it."""
 _FLAT = ("qwen2_5_vl", "qwen2_vl")
 """Families whose older files have the text network's keys beside those of the images."""
 _DEFAULTS: Mapping[str, Mapping[str, object]] = {
@@ -118,7 +122,8 @@ def text_part(json: Mapping[str, Any]) -> Mapping[str, Any]:
     for name, value in shared.items() if not whole.takes_others else ():  # otherwise, the whole counts
         if text.get(name, value) != value:
             raise ValueError(f"{name} is {value} for the network, and {text[name]} in text_config")
-    if whole.ties and not shared:
+    is_tied = family in _TIED_BY_TEXT and text.get("tie_word_embeddings") is True
+    if is_tied or (whole.ties and not shared):
         shared = {"tie_word_embeddings": True}
     text = {name: value for name, value in text.items() if name != "architectures"}  # the family counts
     if whole.keys is _OF_IDEFICS:

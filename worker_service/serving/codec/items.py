@@ -55,12 +55,13 @@ def _image(place: str, item: pb.PromptItem, message: pb.NewSequence, limits: Lim
     if not (image.width and image.height):
         raise InvalidStepError(f"{place}: an image of {image.width} x {image.height} pixels")
     try:
-        layout = limits.images.of(image.width, image.height)
+        layout = limits.images.of_part(image.part, image.width, image.height)
     except ValueError as error:
         raise InvalidStepError(f"{place}: an image of {image.width} x {image.height} pixels: {error}") from None
-    if image.part >= len(layout.parts):
+    number = image.part - layout.first_part
+    if number >= len(layout.parts):
         raise InvalidStepError(f"{place}: part {image.part} of an image with {len(layout.parts)} parts")
-    part = layout.parts[image.part]
+    part = layout.parts[number]
     if tuple(message.token_ids[item.start : stop]) != layout.token_ids[part.start : part.stop]:
         raise InvalidStepError(f"{place}: its tokens are not those of part {image.part} of the image")
     return ImagePart(image.part, image.width, image.height, layout.grid, item.data)
