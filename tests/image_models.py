@@ -10,6 +10,7 @@ IMAGE_TOKENS = [
     *("<fake_token_around_image>", "<global-img>"),
     *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
     *("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
+    *("<|image>", "<|image|>", "<image|>"),
 ]
 _QWEN = {
     "config": {"image_token_id": "<|image_pad|>", "vision_config": {"patch_size": 4, "spatial_merge_size": 2}},
@@ -132,6 +133,26 @@ FAMILIES: Mapping[str, Mapping[str, dict[str, Any]]] = {
             "size": {"height": 24, "width": 24},
         },
         "processor": {"image_seq_length": 9, "processor_class": "Gemma3Processor"},
+    },
+    "gemma4": {
+        "config": {
+            "image_token_id": "<|image|>",
+            "vision_config": {"patch_size": 4, "pooling_kernel_size": 2},
+            "text_config": {"use_bidirectional_attention": "vision"},
+        },
+        "preprocessor": {
+            "image_processor_type": "Gemma4ImageProcessor",
+            "patch_size": 4,
+            "pooling_kernel_size": 2,
+            "max_soft_tokens": 70,
+        },
+        "processor": {
+            "audio_ms_per_token": 40,
+            "audio_seq_length": 750,
+            "image_seq_length": 280,
+            "feature_extractor": {"feature_size": 128},
+            "processor_class": "Gemma4Processor",
+        },
     },
     "internvl": {
         "config": {"image_token_id": "<IMG_CONTEXT>", "vision_config": {"image_size": [16, 16], "patch_size": [4, 4]}},

@@ -24,7 +24,7 @@ SPECIAL = [
     "<image>", "<fake_token_around_image>", "<global-img>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>",
     "<|video_pad|>", "<img>", "</img>", "<IMG_CONTEXT>", "[IMG]", "[IMG_BREAK]", "[IMG_END]",
     *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
-    "<start_of_image>", "<image_soft_token>", "<end_of_image>",
+    "<start_of_image>", "<image_soft_token>", "<end_of_image>", "<|image>", "<|image|>", "<image|>",
 ]  # fmt: skip
 _TEXT: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
@@ -75,6 +75,21 @@ def _idefics(name: str) -> Family:
     return Family(_IDEFICS, "<image>", pixels, {"processor_class": f"{name}Processor", "image_seq_len": 4})
 
 
+def _gemma4(text: Mapping[str, Any]) -> Family:
+    vision = {**_SIDES, "num_key_value_heads": 2, "head_dim": 12, "patch_size": 3, "pooling_kernel_size": 2,
+              "position_embedding_size": 140, "standardize": True, "use_clipped_linears": True}  # fmt: skip
+    vision.pop("image_size")
+    layers = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "pad_token_id": 4,
+              "global_head_dim": 32, "sliding_window": 5}  # fmt: skip
+    pixels = {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 3, "pooling_kernel_size": 2,
+              "max_soft_tokens": 70}  # fmt: skip
+    return Family(
+        {"vision_config": vision, "text_config": {**_TEXT, **layers, **text}, "audio_token_id": 98,
+         "video_token_id": 99},
+        "<|image|>", pixels, {"processor_class": "Gemma4Processor"},
+    )  # fmt: skip
+
+
 def _pixtral(config: Mapping[str, Any], merge: int) -> Family:
     pixels = {
         "image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 48},
@@ -101,6 +116,10 @@ FAMILIES: Mapping[str, Family] = {
         "<image_soft_token>",
         {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 24, "width": 24}},
         {"processor_class": "Gemma3Processor", "image_seq_length": 16},
+    ),
+    "gemma4": _gemma4({"use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0}),
+    "gemma4 of embeddings for layers": _gemma4(
+        {"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": VOCABULARY, "num_kv_shared_layers": 1}
     ),
     "idefics3": _idefics("Idefics3"),
     "internvl": Family(
@@ -188,6 +207,9 @@ def make_model(path: Path, name: str) -> Path:
     for parameter_name, parameter in model.named_parameters():
         is_norm = parameter.dim() == 1 and not parameter_name.endswith("bias")
         torch.nn.init.normal_(parameter, mean=float(is_norm), std=0.15)
+    for buffer_name, buffer in model.named_buffers():
+        if name.startswith("gemma4") and buffer_name.endswith(("layer_scalar", "std_scale", "std_bias")):
+            torch.nn.init.normal_(buffer, mean=1.0, std=0.2)
     model.save_pretrained(path)
     if name == "gemma3":  # published files have these names
         weights = load_file(path / "model.safetensors")
@@ -235,6 +257,10 @@ def expand(prompt: Prompt, layouts: ImageLayouts) -> tuple[list[int], list[tuple
     return token_ids, pictures
 
 
+_NOT_INPUTS = ("num_crops", "num_patches", "num_soft_tokens_per_image")
+"""Results of image processors that no network reads."""
+
+
 class ImageOracle:
     """A model in transformers, in float32, without a cache."""
 
@@ -267,12 +293,13 @@ class ImageOracle:
             images = [Image.open(io.BytesIO(one.data)).convert("RGB") for one in pictures]
             nested = [images] if self.layouts.beside is not None else images  # as its chats are
             found = self._processor(images=nested, return_tensors="pt", **self._options)
-            inputs |= {name: value for name, value in found.items() if name not in ("num_crops", "num_patches")}
+            inputs |= {name: value for name, value in found.items() if name not in _NOT_INPUTS}
         if "image_grid_thw" in inputs:
             is_image = inputs["input_ids"] == self.layouts.image_token_id
             inputs["mm_token_type_ids"] = is_image.int()
         if self.layouts.attends_both_ways:
-            inputs["token_type_ids"] = (inputs["input_ids"] == self.layouts.image_token_id).int()
+            name = "mm_token_type_ids" if self.layouts.family == "gemma4" else "token_type_ids"
+            inputs[name] = (inputs["input_ids"] == self.layouts.image_token_id).int()
         return self._model(**inputs, use_cache=False).logits[0].float().log_softmax(-1)
 
     def greedy(self, prompt: Prompt, count: int) -> tuple[list[int], Tensor]:

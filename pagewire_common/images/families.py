@@ -10,6 +10,7 @@ import tokenizers
 from pagewire_common.images.layout import ImageLayouts
 from pagewire_common.images.model_images import Encode, ModelImages
 from pagewire_common.images.of_family.gemma import gemma3_layouts
+from pagewire_common.images.of_family.gemma4 import gemma4_layouts
 from pagewire_common.images.of_family.idefics import idefics_layouts
 from pagewire_common.images.of_family.internvl import internvl_layouts
 from pagewire_common.images.of_family.llava import llava_layouts
@@ -27,6 +28,7 @@ FILES = ("preprocessor_config.json", "processor_config.json")
 
 _FAMILIES: Mapping[str, Callable[[ModelImages], ImageLayouts]] = {
     "gemma3": gemma3_layouts,
+    "gemma4": gemma4_layouts,
     "idefics3": idefics_layouts,
     "internvl": internvl_layouts,
     "llava": llava_layouts,
@@ -43,7 +45,7 @@ _FAMILIES: Mapping[str, Callable[[ModelImages], ImageLayouts]] = {
 }
 _BOTH_WAYS = "tokens of an image attend to each other in both directions"
 _REFUSED = {
-    **dict.fromkeys(("gemma3n", "gemma4", "paligemma"), _BOTH_WAYS),
+    **dict.fromkeys(("gemma3n", "paligemma"), _BOTH_WAYS),
     "mllama": "its decoder attends to images in layers of their own",
 }
 """Families whose images are not read, with the reason."""

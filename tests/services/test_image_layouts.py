@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from image_models import FAMILIES, write_image_model
 from transformers.image_processing_backends import PilBackend
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
+from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
@@ -103,6 +105,17 @@ def expected_of(name: str, folder: Path) -> Expected:
 
         def text(*_: int) -> tuple[str, int]:
             return f"\n\n<start_of_image>{'<image_soft_token>' * number}<end_of_image>\n\n", 1
+    elif name == "gemma4":
+        patch, pooled = images["patch_size"], images["pooling_kernel_size"]
+        stub = SimpleNamespace(boi_token="<|image>", image_token="<|image|>", eoi_token="<image|>")
+
+        def text(width: int, height: int) -> tuple[str, int]:
+            most = images["max_soft_tokens"] * pooled**2
+            rows, columns = (
+                side // patch for side in get_aspect_ratio_preserving_size(height, width, patch, most, pooled)
+            )
+            found = {"num_soft_tokens_per_image": [rows * columns // pooled**2]}
+            return Gemma4Processor.replace_image_token(stub, found, 0), 1
     elif name == "llava_next":
         stub = SimpleNamespace(image_processor=SimpleNamespace(**images), image_token="<image>", **stated)
         stub._get_unpadded_features = partial(LlavaNextProcessor._get_unpadded_features, stub)
@@ -289,8 +302,8 @@ REFUSED: list[tuple[str, dict[str, dict[str, Any]], str]] = [
     ("mistral3", {"processor": {"image_break_token": "[BREAK]"}}, "the tokenizer has no token '[BREAK]'"),
     (
         "qwen2_vl",
-        {"config": {"model_type": "gemma4"}},
-        "'gemma4' are not read: tokens of an image attend to each other",
+        {"config": {"model_type": "gemma3n"}},
+        "'gemma3n' are not read: tokens of an image attend to each other",
     ),
     ("llava_next", {"preprocessor": {"image_grid_pinpoints": [[24, 48]]}}, "[(24, 48)] in the image processor and"),
     ("llava_next", {"preprocessor": {"image_grid_pinpoints": [24, 48]}}, "it must be a list of pairs"),
@@ -304,6 +317,13 @@ REFUSED: list[tuple[str, dict[str, dict[str, Any]], str]] = [
     ),
     ("llava_onevision", {"config": {"vision_feature_select_strategy": "default"}}, "is 'default'; it must be 'full'"),
     ("llava_onevision", {"preprocessor": {"crop_size": 20}}, "the size of tiles is 24 in size and 20 in crop_size"),
+    ("gemma4", {"preprocessor": {"max_soft_tokens": 71}}, "is 71; it must be 280 or 70 or 140 or 560 or 1120"),
+    ("gemma4", {"preprocessor": {"pooling_kernel_size": 3}}, "3 in the image processor and 2 in vision_config"),
+    (
+        "gemma4",
+        {"config": {"vision_config": {"patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 139}}},
+        "max_soft_tokens in preprocessor_config.json is 70; it must be at most 69, for 139 positions of patches",
+    ),
     ("gemma3", {"preprocessor": {"do_pan_and_scan": True}}, "do_pan_and_scan in preprocessor_config.json is True"),
     ("gemma3", {"preprocessor": {"size": {"height": 28, "width": 28}}}, "must be the height and width of 24 pixels"),
     ("gemma3", {"processor": {"image_seq_length": 16}}, "16 in processor_config.json and 9 in config.json"),

@@ -67,7 +67,7 @@ def continuation(oracle: ImageOracle, prompt: Prompt) -> tuple[list[int], int]:
     return known[len(token_ids) :], len(token_ids)
 
 
-@pytest.fixture(scope="module", params=["gemma3", "qwen2_5_vl", "smolvlm"])
+@pytest.fixture(scope="module", params=["gemma3", "llava_onevision", "qwen2_5_vl", "smolvlm"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = make_model(tmp_path_factory.mktemp("images") / request.param, request.param)
     (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template(request.param)}))

@@ -15,6 +15,8 @@ from transformers import PreTrainedTokenizerFast, ProcessorMixin
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
@@ -32,6 +34,7 @@ from pagewire_common.images.families import read_image_layouts
 
 WHOLE: dict[str, tuple[Any, Any, str]] = {
     "gemma3": (Gemma3Processor, Gemma3ImageProcessorPil, "<start_of_image>"),
+    "gemma4": (Gemma4Processor, Gemma4ImageProcessorPil, "<|image|>"),
     "idefics3": (Idefics3Processor, Idefics3ImageProcessorPil, "<image>"),
     "internvl": (InternVLProcessor, GotOcr2ImageProcessorPil, "<IMG_CONTEXT>"),
     "llava": (LlavaProcessor, CLIPImageProcessorPil, "<image>"),
@@ -49,6 +52,15 @@ TOKENS = {
     "end_image_token": "</img>",
     "video_token": "<video>",
 }
+_OF_GEMMA4 = {
+    "boi_token": "<|image>",
+    "image_token": "<|image|>",
+    "eoi_token": "<image|>",
+    "boa_token": "<|audio>",
+    "audio_token": "<|audio|>",
+    "eoa_token": "<audio|>",
+}
+EXTRA_TOKENS = {"gemma3": TOKENS, "gemma4": _OF_GEMMA4, "internvl": TOKENS}
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -56,7 +68,8 @@ def test_prompts_are_those_of_whole_processors(name: str, tmp_path: Path, monkey
     folder, (kind, image_kind, mark) = write_image_model(tmp_path, name), WHOLE[name]
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"),
-        extra_special_tokens=TOKENS if name in ("gemma3", "internvl") else {},
+        extra_special_tokens=EXTRA_TOKENS.get(name, {}),
+        pad_token="[IMG]",  # which Gemma 4's processor asks for
     )
     files = {path.name: json.loads(path.read_text()) for path in folder.glob("*processor_config.json")}
     stated = {key: value for key, value in files.get("processor_config.json", {}).items() if key != "processor_class"}
@@ -65,6 +78,8 @@ def test_prompts_are_those_of_whole_processors(name: str, tmp_path: Path, monkey
     has_none = name in ("gemma3", "idefics3", "llava", "llava_next")
     videos = {} if has_none else {"video_processor": SimpleNamespace(valid_kwargs=None)}
     images = image_kind(**files["preprocessor_config.json"])
+    if name == "gemma4":
+        stated["feature_extractor"] = SimpleNamespace(valid_kwargs=None)
     processor = kind(image_processor=images, tokenizer=tokenizer, **videos, **stated)
     layouts, numbers = read_image_layouts(folder), random.Random(1)
     assert layouts is not None

@@ -79,6 +79,25 @@ GEMMA3: dict[str, Any] = {
         "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": False,
     },
 }  # fmt: skip
+GEMMA4: dict[str, Any] = {
+    "architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "audio_token_id": 258881,
+    "boa_token_id": 256000, "boi_token_id": 255999, "eoa_token_id": 258883, "eoa_token_index": 258883,
+    "eoi_token_id": 258882, "image_token_id": 258880, "video_token_id": 258884, "tie_word_embeddings": True,
+    "vision_soft_tokens_per_image": 280, "audio_config": {"model_type": "gemma4_audio", "hidden_size": 1024},
+    "text_config": {
+        "model_type": "gemma4_text", "hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 5,
+        "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256, "global_head_dim": 512,
+        "hidden_size_per_layer_input": 256, "max_position_embeddings": 131072, "pad_token_id": 0,
+        "layer_types": ["sliding_attention"] * 4 + ["full_attention"], "sliding_window": 512,
+        "use_bidirectional_attention": None, "vocab_size": 262144, "vocab_size_per_layer_input": 262144,
+    },
+    "vision_config": {
+        "model_type": "gemma4_vision", "default_output_length": 280, "global_head_dim": 64, "head_dim": 64,
+        "hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 16, "num_key_value_heads": 12,
+        "pooling_kernel_size": 3, "position_embedding_size": 10240, "standardize": False,
+        "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"}, "use_clipped_linears": True,
+    },
+}  # fmt: skip
 QWEN2_5_VL: dict[str, Any] = {
     "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "attention_dropout": 0.0,
     "bos_token_id": 151643, "eos_token_id": 151645, "vision_start_token_id": 151652, "vision_end_token_id": 151653,
@@ -97,7 +116,9 @@ QWEN2_5_VL: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    "json", [SMOLVLM, LLAVA, LLAVA_NEXT, LLAVA_ONEVISION, QWEN2_5_VL, GEMMA3], ids=lambda json: json["model_type"]
+    "json",
+    [SMOLVLM, LLAVA, LLAVA_NEXT, LLAVA_ONEVISION, QWEN2_5_VL, GEMMA3, GEMMA4],
+    ids=lambda json: json["model_type"],
 )
 def test_published_files_are_read(json: dict[str, Any]) -> None:
     text, config, images = json.get("text_config", json), read_config(json), ImageConfig.from_json(json)

@@ -5,6 +5,7 @@ its own tokens.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -183,8 +184,11 @@ class Decoder:
                 used.append(used[layer_config.reads])
             else:
                 used.append(next(places) if layer_config.attends else None)
+            place = used[-1]
+            if place is not None and self.config.causal_without_window and layer_config.window is None:
+                place = (*place[:2], replace(place[2], visible_ends=None))
             own = None if of_layers is None else of_layers[number]
-            delta = layer.forward(delta, residual, by_position, used[-1], adapter_slots, own)
+            delta = layer.forward(delta, residual, by_position, place, adapter_slots, own)
             if given is not None and number < len(given.deep):
                 residual[given.deep_rows] += given.deep[number]
         assert delta is not None  # every network has a layer

@@ -45,6 +45,9 @@ class ImageConfig:
         )  # fmt: skip
         if network.model_type in TILED:  # the image processor's
             keys.without_effect("max_image_size", "size")
+        if vision.model_type == "gemma4_vision":
+            keys.neutral(global_head_dim=vision.head_dim)
+            keys.without_effect("default_output_length")  # the image processor's
         unread = {**keys.unread(), "model_type": vision.model_type}
         check_known(unread, vision, AutoModel._model_mapping.get(type(vision), network_class))
         num_deep, num_layers = (
@@ -57,8 +60,10 @@ class ImageConfig:
 
 
 def _without_text(network: Any) -> Any:
-    """A copy with a small text network, of which nothing is used."""
+    """A copy with a small text network, of which nothing is used, and without a network for sounds."""
     network = copy.deepcopy(network)
+    if hasattr(network, "audio_config"):
+        network.audio_config = None
     text = network.text_config
     text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
     return network

@@ -86,6 +86,7 @@ def _read(
         post_norms=True,
         per_layer=per_layer,
         layer_scales=True,
+        causal_without_window=True,
         embedding_scale=float(read_size(json, "hidden_size")) ** 0.5,
         logit_soft_cap=json.number("final_logit_softcapping", None, null=None),
         qkv_bias=attention_bias,
