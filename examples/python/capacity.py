@@ -8,7 +8,7 @@ from scheduler_service.simulation.simulator import Simulator
 from scheduler_service.simulation.summary import ttft
 from scheduler_service.simulation.trace import Arrival
 
-REQUESTS_PER_SECOND, NUM_REQUESTS, LIMIT = 12.0, 300, 1.0
+REQUESTS_PER_SECOND, NUM_REQUESTS, LIMIT = 12.0, 120, 1.0
 
 draw, now, arrivals = random.Random(1), 0.0, []
 for _ in range(NUM_REQUESTS):

@@ -4,6 +4,7 @@ grpcio-reflection 1.85 has only v1alpha, whose messages differ only in their pro
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, text_format
@@ -26,8 +27,9 @@ def add_reflection(service_names: Sequence[str], server: grpc.aio.Server) -> Non
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, methods),))
 
 
+@cache
 def _describe_v1() -> None:
-    """Add the file of v1 to the descriptor pool, unless it is already there."""
+    """Add the file of v1 to the descriptor pool, once in a process."""
     file = descriptor_pb2.FileDescriptorProto()
     reflection_pb2.DESCRIPTOR.CopyToProto(file)
     file.options.ClearField("deprecated")

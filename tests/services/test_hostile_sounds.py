@@ -1,7 +1,7 @@
 """Sounds that were made to do harm: each is refused in a sentence and bounded memory, and others are heard meanwhile.
 
 Real services, with one front end, which therefore has all of them. `make soak` sends two thousand, a third of them with
-changed bytes; `make test` each kind three times.
+changed bytes; `make test` each kind twice.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import Client, LocalServer, Sound
 
 NUM_ATTACKERS = 3
-"""Each of which has one sound on the way at a time."""
+"""With `make soak`; otherwise two. Each of them has one sound on the way at a time."""
 REQUEST_MEMORY = 256 << 20
 """Bytes that calls may take at a time. Those of the largest sound are 57 MiB, so that there is always room for the
 ordinary ones. A front end's memory may grow by these, and by what its allocator keeps of large requests."""
@@ -155,7 +155,9 @@ async def test_sounds_that_are_meant_to_do_harm_are_refused_and_change_nothing_f
             await hear_as_alone(alone)
         (front_end,) = front_ends(server.target)
         before = peak(front_end.pid)
-        channels = [grpc.aio.insecure_channel(server.target, options=OPTIONS) for _ in range(NUM_ATTACKERS)]
+        channels = [
+            grpc.aio.insecure_channel(server.target, options=OPTIONS) for _ in range(NUM_ATTACKERS if soaks else 2)
+        ]
         attacks = asyncio.gather(*(attack(channel, random.Random(n)) for n, channel in enumerate(channels)))
         while not attacks.done():
             await hear_as_alone(beside)

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -259,13 +259,13 @@ async def test_a_worker_that_is_lost_between_two_windows_is_not_missed(
             await assert_nothing_is_left(one)
 
 
-REFUSED: dict[str, tuple[bytes, str, dict[str, Any], str]] = {
+REFUSED: dict[str, tuple[bytes | Callable[[], bytes], str, dict[str, Any], str]] = {
     "cut off": (wav(20)[:100_000], "audio/wav", {}, "sound: data is cut off"),
     "another type": (file_of(samples(1), "AIFF"), "audio/wav", {}, "sound: data is AIFF"),
     "language": (wav(1), "audio/wav", {"language": "xx"}, "language is 'xx'; with this model it may be de, en"),
     "nothing": (wav(0), "audio/wav", {}, "sound: data is shorter than 10 ms"),
     "temperature": (wav(1), "audio/wav", {"temperature": -1.0}, "temperature is -1.0; it must be in [0, 100]"),
-    "hours": (two_hours(), "audio/flac", {}, "7200 s or more"),
+    "hours": (two_hours, "audio/flac", {}, "7200 s or more"),
 }
 
 
@@ -273,7 +273,7 @@ async def test_sounds_that_cannot_be_heard_are_refused_in_a_sentence_and_leave_n
     async with serving(model, **BLOCKS) as (one, _), Client(one.target) as client:
         for data, content_type, options, words in REFUSED.values():
             with pytest.raises(grpc.aio.AioRpcError) as error:
-                await events(client, data, content_type, **options)
+                await events(client, data if isinstance(data, bytes) else data(), content_type, **options)
             assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert words in str(error.value.details())
         for request, words in (

@@ -50,7 +50,7 @@ INVALID = {
         "priority is 1; this server does not run with --scheduling-policy priority",
     ),
     "long salt": (pb.GenerateRequest(text="a", cache_salt="t" * 257), "cache_salt has 257 characters"),
-    "100,000 empty messages": (chat(*[("user", "")] * 100_000), "chat.messages has 100000 entries; at most 4096"),
+    "too many empty messages": (chat(*[("user", "")] * 4097), "chat.messages has 4097 entries; at most 4096"),
     "token ids past the context": (
         pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * 1_000_000)),
         "token_ids has 1000000 tokens; the context has 100",
