@@ -244,7 +244,7 @@ class Both:
         self.compare()
 
 
-@settings(max_examples=400)
+@settings(max_examples=250)
 @given(
     st.integers(0, 2**32),
     st.lists(st.booleans(), min_size=18, max_size=18),

@@ -121,7 +121,6 @@ def launches(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
     for dtype in (torch.int8, FLOAT8):
         kept = layer_cache(8, 128, dtype)
         yield f"store_kv in {dtype}", lambda kept=kept: ops.store_kv(heads, heads, kept, ids)
-    yield "chunk and decode of e4m3", lambda: attention(2000, 2000, cache_dtype=FLOAT8)
     yield "heads of 256 in e4m3", lambda: attention(500, 2000, head_dim=256, cache_dtype=FLOAT8)
     yield "qkv_attention in e4m3", lambda: qkv_attention((empty(128), empty(128)), FLOAT8)
     yield "round_rows", lambda: round_rows(empty(5, 4096))

@@ -240,13 +240,13 @@ def test_the_tokens_that_are_computed_with_one_do_not_change_a_bit_of_it(
     store: Callable[[Tensor], Tensor],
 ) -> None:
     """One by one, as decodes; in chunks of any size, as prompts and as guesses; across ends of tiles and parts."""
-    length = 1300
+    length = 1100
     query, cache, metadata = attention_case([(length, length)], (6, 2, 64), 16, dtype, window)
     cache = store(cache)
     options = (window, soft_cap, None, True, sinks, chunked)
     whole = kernels.paged_attention(query, cache, metadata, 0.3, *options)
     for size in (1, 2, 5, 9, 64, 500):
-        for start in (0, 500, 505, 1020, 1270):
+        for start in (0, 500, 505, 1020, 1070):
             stop = min(start + size, length)
             tables = metadata.block_tables.clone()
             if window is not None:

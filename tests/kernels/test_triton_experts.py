@@ -36,7 +36,7 @@ def test_rows_are_multiplied_with_their_experts_weights(
 ) -> None:
     x, weights = randn(sum(counts), inputs, dtype=dtype), randn(len(counts), outputs, inputs, dtype=dtype, seed=1)
     ends = torch.tensor(counts, device=DEVICE).cumsum(0)
-    for wide in (False, True):
+    for wide in {False, dtype is not torch.float32}:
         found = ops.grouped_linear(x, weights, ends, wide)
         expected = reference.grouped_linear(x.float(), weights.float(), ends).to(found.dtype)
         assert found.dtype is (torch.float32 if wide else dtype)
@@ -57,7 +57,7 @@ def test_rows_are_multiplied_with_their_experts_weights_in_8_bits(
     weights = [random_weight(outputs, inputs, seed, groups=groups) for seed in range(len(counts))]
     numbers, scales = (torch.stack([weight[part] for weight in weights]).to(DEVICE) for part in (0, 1))
     x, ends = randn(sum(counts), inputs, dtype=dtype), torch.tensor(counts, device=DEVICE).cumsum(0)
-    for wide in (False, True):
+    for wide in {False, dtype is not torch.float32}:
         found = ops.grouped_float8(x, Float8Weight(numbers, scales), ends, wide)
         expected = reference.grouped_float8(x, Float8Weight(numbers, scales), ends, wide)
         assert found.dtype is (torch.float32 if wide else dtype)

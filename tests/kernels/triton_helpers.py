@@ -35,6 +35,8 @@ DTYPES = [
     ),
 ]
 HALF = [dtype for dtype in DTYPES if dtype.id != "float32"]
+FEW_DTYPES = DTYPES[:1] if INTERPRETED else DTYPES
+"""For tests whose promise no type changes. To save time, the interpreter has float32 alone, which rounds least."""
 
 quiet_interpreter = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 """Deliberate NaN, infinity and overflow: the interpreter's numpy warns of them."""

@@ -11,9 +11,11 @@ import pytest
 import torch
 import transformers
 from native_networks import NATIVE, WINDOWS
-from stepped_worker import PROMPT, Oracle, SteppedWorker, generate_with_everything, load_runner
+from stepped_worker import PROMPT, Oracle, SteppedWorker, generate_with_everything, load_runner, make_nan
 from test_layers_with_states import FAMILIES as WITH_STATES
 from worker_helpers import embeddings_item
+
+from worker_service.execution.steps.model_runner import ModelRunner
 
 BORROWED: dict[str, dict[str, Any]] = {
     "bart's decoder": {
@@ -129,9 +131,17 @@ def greedy(oracle: Oracle) -> list[int]:
     return oracle.greedy(PROMPT, 14)
 
 
+@pytest.fixture(scope="module")
+def runner(checkpoint: Path) -> ModelRunner:
+    return load_runner(checkpoint)
+
+
 @pytest.fixture
-def worker(checkpoint: Path) -> SteppedWorker:
-    return SteppedWorker(load_runner(checkpoint))
+def worker(runner: ModelRunner) -> SteppedWorker:
+    """A new session, over blocks that no test has filled."""
+    for pool in (runner.cache_engine.device_blocks, runner.cache_engine.host_blocks):
+        make_nan(pool)
+    return SteppedWorker(runner)
 
 
 @pytest.mark.parametrize("chunk_lens", [[36], [5, 1, 17, 13]])

@@ -60,8 +60,8 @@ def test_logits_are_the_same_alone_together_and_in_chunks(
     make_checkpoint: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if backend == "interpreted" and dtype is torch.bfloat16:
-        pytest.skip("Triton's interpreter computes bfloat16 wrongly: it is tested where there is a GPU")
+    if backend == "interpreted" and dtype is not torch.float32:
+        pytest.skip("in Triton's interpreter, no type takes another path, and float32 rounds least")
     if backend == "own kernels" and backends.backend_name(DEVICE) == backends.EAGER:
         pytest.skip("eager torch computes here, which does not promise it")
     asks = backend == "interpreted" or DEVICE.type != "cpu"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from test_config_sweep import KNOWN, SMALL, RefusedError, fields_of, ours_of, small, theirs_of
+from test_config_sweep import KNOWN, SMALL, RefusedError, fields_of, ours_of, read, small, theirs_of
 from torch.testing import assert_close
 
 from worker_service.models.registry import read_config
@@ -123,7 +123,7 @@ def compared(json: dict[str, Any], name: str) -> str | None:
     if made is None:
         return "transformers refuses it, or computes no finite numbers"
     try:
-        assert_close(ours_of(json, made[0]), made[1], atol=1e-3, rtol=1e-3)
+        assert_close(ours_of(read(json), made[0]), made[1], atol=1e-3, rtol=1e-3)
     except RefusedError as error:
         return None if name in str(error) else f"a sentence without its name: {error}"
     except AssertionError as error:

@@ -45,19 +45,15 @@ def test_a_head_beside_tied_embeddings_is_used_as_transformers_uses_it(
     name: str, make_checkpoint: Make, tmp_path: Path
 ) -> None:
     tied = make_checkpoint(**ALL[name] | {"tie_word_embeddings": True})
-    held = load_file(tied / "model.safetensors")
+    names = read_config(Checkpoint(tied).config).tied
     (head,) = {"lm_head.weight", "lm_head.decoder.weight", "embed_out.weight", "cls.predictions.decoder.weight"} & set(
-        _tied(tied)
+        names
     )
-    embedding = held[_tied(tied)[head]]
+    embedding = load_file(tied / "model.safetensors")[names[head]]
     own = change(tied, tmp_path / "own", {head: torch.randn(embedding.shape, generator=torch.manual_seed(4)) * 0.2})
     expected = Oracle(own).logprobs(PROMPT)[:-1]
     assert (expected - Oracle(tied).logprobs(PROMPT)[:-1]).abs().max() > 1
     torch.testing.assert_close(logprobs(own), expected, atol=1e-4, rtol=1e-4)
-
-
-def _tied(path: Path) -> dict[str, str]:
-    return dict(read_config(Checkpoint(path).config).tied)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "olmo2"])

@@ -20,7 +20,7 @@ from worker_service.session.step import SamplingParams, SchedulerOutput
 from worker_service.settings import WorkerSettings
 
 TOPICS = ("types", "import", "formatstrings", "compound")
-"""Of Python's own manual, which comes with every Python. The first two are enough for bfloat16."""
+"""Of Python's own manual, which every Python has. The first is enough for bfloat16, two for products of 8 bits."""
 WINDOW = 512
 CHUNK_LENS = [300, 100, 1, 1, 1, 5, 64, 40]
 """A prompt cut into steps as a scheduler may; the last token predicts nothing here."""
@@ -54,7 +54,7 @@ def exact(model_directory: Path, windows: list[list[int]]) -> Tensor:
 def test_perplexity_in_bfloat16_is_within_half_a_percent(
     model_directory: Path, windows: list[list[int]], exact: Tensor
 ) -> None:
-    ours = our_logprobs(model_directory, windows[:2], CHUNK_LENS)
+    ours = our_logprobs(model_directory, windows[:1], CHUNK_LENS)
     assert abs(perplexity(ours) / perplexity(exact[: len(ours)]) - 1) < 0.005
 
 
