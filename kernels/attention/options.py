@@ -11,6 +11,13 @@ def refuse_visible_ends(metadata: AttentionMetadata) -> None:
         raise ValueError("the Triton kernels do not support visible_ends")
 
 
+def check_no_options(
+    window: int | None, soft_cap: float | None, bias: Tensor | None, sinks: Tensor | None, *, causal: bool
+) -> None:
+    if not causal or (window, soft_cap, bias, sinks) != (None, None, None, None):
+        raise ValueError("the Triton kernel of latent attention is causal, and supports no options")
+
+
 def check_attention_options(
     query: Tensor,
     window: int | None,

@@ -82,6 +82,12 @@ def layer_cache(kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
     return empty(9, 4, 2, 16, kv_heads, stored_size(head_dim, dtype), dtype=dtype)[:, 1]
 
 
+def latents(query_len: int, num_heads: int, attend: Callable[..., Tensor] = ops.paged_attention) -> None:
+    ids = empty(3, dtype=torch.int32)
+    metadata = AttentionMetadata(ids, ids[:2], empty(2, 512, dtype=torch.int32), query_len, 8000)
+    attend(empty(query_len + 1, num_heads, 576), empty(9, 4, 1, 16, 1, 576)[:, 1], metadata, 0.1)
+
+
 def qkv_attention(norms: tuple[Tensor, Tensor] | None, cache_dtype: torch.dtype = torch.bfloat16) -> None:
     ids, floats = empty(5, dtype=torch.int32), empty(5, 60, dtype=torch.float32)
     metadata = AttentionMetadata(ids, ids, empty(5, 512, dtype=torch.int32), 1, 100)
@@ -94,6 +100,7 @@ def launches(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
     """All kernels for one GPU; for others only products and shared memory, which differ most."""
     yield "decode", lambda: attention(1, 100)
     yield "chunk and decode", lambda: attention(2000, 2000)
+    yield "decode of latents", lambda: latents(1, 16)
     bias = empty(32, 129, dtype=torch.float32)  # which takes shared memory too
     if capability != 90:
         yield "chunk and decode of int8", lambda: attention(2000, 2000, cache_dtype=torch.int8)
@@ -107,6 +114,7 @@ def launches(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
         "heads of 80, a window, a soft cap, sinks",
         lambda: attention(9, 8000, groups=7, head_dim=80, window=9, soft_cap=5.0, sinks=sinks),
     )
+    yield "chunks of latents", lambda: latents(2000, 128)
     yield "chunks of 9 tokens", lambda: attention(9, 8000, window=9, chunked=True)
     floats = empty(5, 32, dtype=torch.float32)
     ids = empty(5, dtype=torch.int64)
@@ -117,6 +125,8 @@ def launches(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "add_rms_norm, wide", lambda: ops.add_rms_norm(residual, residual, empty(4096), 1e-5)
     yield "rotary_embedding", lambda: ops.rotary_embedding(empty(5, 32, 128), floats, floats)
     yield "store_kv", lambda: ops.store_kv(empty(5, 8, 128), empty(5, 8, 128), empty(9, 4, 2, 16, 8, 128)[:, 1], ids)
+    latent = empty(5, 1, 576)
+    yield "store_kv of latents", lambda: ops.store_kv(latent, latent, empty(9, 4, 1, 16, 1, 576)[:, 1], ids)
     heads = empty(5, 8, 128)
     for dtype in (torch.int8, FLOAT8):
         kept = layer_cache(8, 128, dtype)
@@ -211,6 +221,8 @@ def invariant_launches(capability: int) -> Iterator[tuple[str, list[Callable[[],
                 partial(by_position, 1, 8000, shares=True, **shape),
             ],
         )
+    latents_by_position = partial(latents, num_heads=16, attend=invariant.paged_attention)
+    yield "latents by position", [partial(latents_by_position, query_len) for query_len in (1, 3, 2000)]
     product = invariant.pack(empty(4096, 4096), True)
     yield "products", [partial(product, empty(rows, 4096), None) for rows in ROWS]
 
@@ -226,7 +238,12 @@ def main() -> None:
     run, JITFunction.run = JITFunction.run, compile_only
     for capability, most in SHARED_MEMORY.items():
         triton.runtime.driver.set_active(AbsentDevice(capability))
-        for module in ("attention.paged_attention", "linear.grouped_linear", "linear.invariant_linear"):
+        for module in (
+            "attention.latent_attention",
+            "attention.paged_attention",
+            "linear.grouped_linear",
+            "linear.invariant_linear",
+        ):
             import_module(f"kernels.triton.{module}").shared_memory = lambda _, most=most: most
         for name, launch in launches(capability):
             compiled.clear()

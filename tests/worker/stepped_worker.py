@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from fake_decode_graphs import MAX_NUM_ROWS
 from grouped_steps import GroupedSteps
@@ -67,8 +66,6 @@ def load_runner(
     checkpoint = Checkpoint(path)
     config = read_config(checkpoint.config)
     config = config.untied(checkpoint.own(config.tied))
-    if DEVICE.type == "cuda" and config.kv_parts == 1:
-        pytest.skip("GPUs have no kernels for latents")
     model = build_model(config, dtype, DEVICE, ranks, batch_invariant=batch_invariant)
     num_kv_heads, cuts = part_of(config, ranks)
     checkpoint.load_into(model.checkpoint_tensors(), cuts)

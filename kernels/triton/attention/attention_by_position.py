@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention.options import check_attention_options, refuse_visible_ends
+from kernels.attention.options import check_attention_options, check_no_options, refuse_visible_ends
 from kernels.inputs import PART_KEYS, AttentionMetadata
 from kernels.triton.attention.attention_tiles import (
     attend_tile,
@@ -29,6 +29,7 @@ from kernels.triton.attention.attention_tiles import (
     sequence_of_tile,
     tile_keys_of,
 )
+from kernels.triton.attention.latent_attention import latent_attention
 from kernels.triton.attention.merge_parts import begun, finished, merge_part, merge_parts
 from kernels.triton.launch import OPTIONS
 
@@ -54,6 +55,9 @@ def attention_by_position(
     chunked: bool = False,
 ) -> Tensor:
     refuse_visible_ends(metadata)
+    if layer_cache.shape[1] == 1:
+        check_no_options(window, soft_cap, bias, sinks, causal=causal)
+        return latent_attention(query, layer_cache, metadata, scale, by_position=True)
     check_attention_options(query, window, soft_cap, bias, causal, sinks, chunked)
     num_tokens, num_heads, head_dim = query.shape
     num_sequences, num_kv_heads = len(metadata.context_lens), layer_cache.shape[3]

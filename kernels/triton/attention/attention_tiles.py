@@ -40,15 +40,15 @@ def shared_memory(device: torch.device) -> int:
 
 
 @triton.jit
-def sequence_of_tile(tile, query_start, num_sequences, tile_tokens: tl.constexpr):
-    """Find the sequence of a tile. Sequence i begins at tile `query_start[i] // tile_tokens + i`. The division loses at
-    most one tile for each sequence, and i adds one, so sequences' tiles differ. A tile after the end of its sequence
-    computes nothing."""
+def sequence_of_tile(tile, query_start, num_sequences, tile_size: tl.constexpr, token_size: tl.constexpr = 1):
+    """Find the sequence of a tile. Sequence i begins at tile `query_start[i] * token_size // tile_size + i`. The
+    division loses at most one tile for each sequence, and i adds one, so sequences' tiles differ. A tile after the end
+    of its sequence computes nothing."""
     low = tl.full([], 0, tl.int32)
     high = num_sequences - 1
     while low < high:
         middle = (low + high + 1) // 2
-        if tl.load(query_start + middle) // tile_tokens + middle <= tile:
+        if tl.load(query_start + middle) * token_size // tile_size + middle <= tile:
             low = middle
         else:
             high = middle - 1

@@ -10,8 +10,8 @@ tile's keys, and `merge_splits` merges (Dao et al., 2023).
 
 There is a launch for decodes (tiles of one token) and one for chunks. Grids depend on shapes and the metadata's maxima
 only, so that a CUDA graph of decodes is valid for all contexts up to its maximum. A graph's padding row is a sequence
-with a context of 0, and its result is zero. `attention_by_position` computes decodes with shared parts. Oracle:
-`kernels.reference.paged_attention`.
+with a context of 0, and its result is zero. `attention_by_position` computes decodes with shared parts, and
+`latent_attention` a cache without values. Oracle: `kernels.reference.paged_attention`.
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention.options import check_attention_options, refuse_visible_ends
+from kernels.attention.options import check_attention_options, check_no_options, refuse_visible_ends
 from kernels.inputs import AttentionMetadata
 from kernels.triton.attention.attention_by_position import attention_by_position
 from kernels.triton.attention.attention_tiles import (
@@ -34,6 +34,7 @@ from kernels.triton.attention.attention_tiles import (
     shared_memory,
     tile_keys_of,
 )
+from kernels.triton.attention.latent_attention import latent_attention
 from kernels.triton.attention.merge_parts import begun
 from kernels.triton.attention.merge_splits import merge_splits
 from kernels.triton.attention.narrow_cache import scale_bytes_of
@@ -56,6 +57,9 @@ def paged_attention(
 ) -> Tensor:
     """Every row of `query` must belong to a sequence."""
     refuse_visible_ends(metadata)
+    if layer_cache.shape[1] == 1:
+        check_no_options(window, soft_cap, bias, sinks, causal=causal)
+        return latent_attention(query, layer_cache, metadata, scale, by_position=False)
     if metadata.shared is not None and window is None and bias is None and causal:
         return attention_by_position(query, layer_cache, metadata, scale, soft_cap=soft_cap, sinks=sinks)
     check_attention_options(query, window, soft_cap, bias, causal, sinks, chunked)

@@ -2,6 +2,7 @@
 
     `keys, values`   [num_tokens, num_kv_heads, head_dim], with any stride between tokens.
     `layer_cache`    [num_blocks, 2, block_size, num_kv_heads, head_dim], a strided view of one layer. May be in 8 bits.
+                     If the second dimension is 1, only keys are stored.
     `program`        One token, whose heads are contiguous in the source and in the cache.
 
 Negative slots, a CUDA graph's padding rows, are not stored; eager torch would have to read the slots on the host.
@@ -30,6 +31,7 @@ def store_kv(keys: Tensor, values: Tensor, layer_cache: Tensor, slots: Tensor) -
         values.stride(0),
         layer_cache.stride(0),
         layer_cache.stride(1),
+        stores_values=layer_cache.shape[1] == 2,
         block_size=layer_cache.shape[2],
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -51,6 +53,7 @@ def _store_kv_kernel(
     value_stride,
     block_stride,
     part_stride,
+    stores_values: tl.constexpr,
     block_size: tl.constexpr,
     num_kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
@@ -70,5 +73,6 @@ def _store_kv_kernel(
         source = head * head_dim + column
         key = tl.load(keys + token * key_stride + source, mask=inside, other=0.0)
         store_heads(place, column, key, inside, exists, head_dim, scale_bytes)
-        value = tl.load(values + token * value_stride + source, mask=inside, other=0.0)
-        store_heads(place + part_stride, column, value, inside, exists, head_dim, scale_bytes)
+        if stores_values:
+            value = tl.load(values + token * value_stride + source, mask=inside, other=0.0)
+            store_heads(place + part_stride, column, value, inside, exists, head_dim, scale_bytes)

@@ -3,28 +3,31 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
+from fake_decode_graphs import FakeGraphs, with_fake_graphs
 from native_networks import NATIVE
 from prompt_scores import prompt_logprobs, worker_settings
 from safetensors.torch import load_file, save_file
 from slow_heads import SlowEagle, write_head
-from stepped_worker import DEVICE, PROMPT, Oracle
+from stepped_worker import PROMPT, Oracle, SteppedWorker, load_runner
 from torch import Tensor
-from worker_helpers import state, tokens
+from worker_helpers import LIMITS, new_sequence, state, tokens
 
+from kernels import reference
+from kernels.ops import Ops
 from pagewire_common.start_error import StartError
 from worker_service.execution.drafting.draft_model import DraftModel
 from worker_service.execution.startup.network import Network
 from worker_service.execution.worker import load_worker
-from worker_service.models.layers.latent_up import WithoutLatentUp
+from worker_service.models.layers.latent_up import LatentUp, WithoutLatentUp
 from worker_service.parallel.ranks import ALONE
 from worker_service.session.sequence_state import ScheduledChunk
 from worker_service.session.step import SchedulerOutput
 from worker_service.speculation.drafter import Beginning
-
-pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="GPUs have no kernels for latents")
 
 
 @pytest.fixture(scope="module")
@@ -47,15 +50,46 @@ def test_a_token_takes_one_latent_and_its_rotated_elements_a_layer(checkpoint: P
     assert worker.info.block_bytes == 3 * 4 * (16 + 6) * torch.bfloat16.itemsize
 
 
-def test_latents_are_refused_in_8_bits_and_on_gpus(checkpoint: Path) -> None:
-    for cache, device, reason in (
-        ("int8", "cpu", "has latent attention; in 8 bits its latents would share a scale with the rotated elements"),
-        ("auto", "cuda", "has latent attention, which runs on CPUs only: set --device cpu"),
-    ):
-        settings = worker_settings(checkpoint, kv_cache_dtype=cache)
-        network = Network.open(str(checkpoint), settings, torch.device(device), ALONE)
-        with pytest.raises(StartError, match=reason):
-            network.check()
+def test_latents_are_refused_in_8_bits(checkpoint: Path) -> None:
+    settings = worker_settings(checkpoint, kv_cache_dtype="int8")
+    network = Network.open(str(checkpoint), settings, torch.device("cpu"), ALONE)
+    with pytest.raises(StartError, match="in 8 bits its latents would share a scale with the rotated elements"):
+        network.check()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 5])
+def test_heads_multiplied_together_give_the_products_of_heads_multiplied_one_by_one(num_tokens: int) -> None:
+    together = SimpleNamespace(**vars(reference) | {"GROUPED_PRODUCTS": True})
+    found = []
+    for ops in (reference, together):
+        up = LatentUp(3, (10, 14), 16, torch.float32, torch.device("cpu"), cast(Ops, ops))
+        up.weight.copy_(torch.randn(3 * 24, 16, generator=torch.Generator().manual_seed(1)))
+        up.pack()
+        # Queries lie beside their rotated elements.
+        queries, attended = (torch.linspace(-1, 1, num_tokens * 48).view(-1, 3, 16)[..., :size] for size in (10, 16))
+        found.append((up.queries(queries), up.values(attended)))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_the_kernels_of_gpus_say_what_transformers_says(make_checkpoint: Callable[..., Path]) -> None:
+    """A prompt in chunks beside a decode, and then both in graphs with a padding row."""
+    path = make_checkpoint(**NATIVE["deepseek_v3, groups"] | {"num_hidden_layers": 1, "first_k_dense_replace": 0})
+    slow, record = Oracle(path), FakeGraphs()
+    worker = SteppedWorker(with_fake_graphs(load_runner(path, graphs=False), LIMITS, record=record))
+    short = PROMPT[:5]
+    news = (
+        new_sequence(1, PROMPT, range(13)),
+        new_sequence(2, short, range(20, 24)),
+        new_sequence(3, [3], range(30, 33)),
+    )
+    steps = [worker.step((1, 30, False), (2, 5, True), new_sequences=news[:2])]
+    steps.append(worker.step((1, 7, True), (2, 1, True), (3, 1, True), new_sequences=news[2:]))
+    steps += [worker.step((1, 1, True), (2, 1, True), (3, 1, True)) for _ in range(2)]
+    assert record.replayed[-2:] == [4, 4]
+    assert [step.token_ids[-3] for step in steps[1:]] == slow.greedy(PROMPT, 3)
+    assert [step.token_ids[-2 if index else -1] for index, step in enumerate(steps)] == slow.greedy(short, 4)
+    assert [step.token_ids[-1] for step in steps[1:]] == slow.greedy([3], 3)
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle3"])

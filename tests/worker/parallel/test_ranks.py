@@ -31,8 +31,6 @@ NETWORKS: dict[str, dict[str, Any]] = NATIVE | {
 }
 # Layers of different sizes are refused.
 NETWORKS = {name: network for name, network in NETWORKS.items() if not name.startswith("gemma4")}
-if DEVICE.type == "cuda":  # whose kernels have no latents
-    NETWORKS = {name: network for name, network in NETWORKS.items() if "kv_lora_rank" not in network}
 ADAPTED = [name for name in NETWORKS if "," not in name or name.startswith("llama, ")]
 """Each family, and each way to deal out heads."""
 WHOLE_BF16 = {"dtype": "bfloat16"}

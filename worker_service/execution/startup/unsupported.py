@@ -33,8 +33,6 @@ def check_invariance(
 
 def check_cache(model_id: str, shape: CacheShape, device: torch.device, has_float8: Callable[[], bool]) -> None:
     """has_float8: whether the device can store fp8 numbers; called only for a cache in fp8."""
-    if shape.kv_parts == 1 and device.type != "cpu":
-        raise StartError(f"{model_id} has latent attention, which runs on CPUs only: set --device cpu")
     if shape.kv_parts == 1 and is_narrow(shape.dtype):
         raise StartError(
             f"--kv-cache-dtype: {model_id} has latent attention; in 8 bits its latents would share a scale "

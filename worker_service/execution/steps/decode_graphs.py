@@ -73,12 +73,12 @@ class DecodeGraphs:
     ) -> None:
         """Capture all CUDA graphs.
 
-        cache: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]. max_num_rows: at least one for each
-        sequence of a step. record: replaces the capture, in tests."""
+        cache: see `Cache`, without groups. max_num_rows: at least one for each sequence of a step. record: replaces the
+        capture, in tests."""
         self._inputs = DecodeInputs(max_num_rows, max_model_len, cache.shape[3], cache.device)
         # Bytes of a token in one layer of all ranks: every rank must choose the same graph, because an all-reduce needs
         # equally many rows, padding included.
-        token_bytes = 2 * model.config.num_kv_heads * model.config.head_dim * cache.itemsize
+        token_bytes = model.config.kv_parts * model.config.num_kv_heads * model.config.head_dim * cache.itemsize
         self._most_read_again = _MAX_READ_AGAIN // token_bytes
         self._shared = _shared_inputs(model, cache, max_num_rows, max_model_len)
         self._graphs: dict[tuple[int, bool, bool], tuple[Callable[[], object], Tensor]] = {}
@@ -145,8 +145,8 @@ def _contexts(chunks: Sequence[ScheduledChunk]) -> "tuple[list[array[int]], list
 def _shared_inputs(model: CausalModel, cache: Tensor, max_num_rows: int, max_model_len: int) -> SharedInputs | None:
     """The buffers for shared parts, or None if kernels do not support shared parts."""
     config = model.config
-    if not isinstance(config, DecoderConfig) or is_narrow(cache.dtype):  # no 8-bit kernel can share parts
-        return None
+    if not isinstance(config, DecoderConfig) or is_narrow(cache.dtype) or config.latent is not None:
+        return None  # neither 8-bit kernels nor latents' can share parts
     # Heads of the whole model, so that every rank makes the same choice. A rank with a copy of a key head could share
     # more rows.
     groups = config.num_heads // config.num_kv_heads

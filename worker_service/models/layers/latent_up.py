@@ -58,7 +58,19 @@ _OfHeads = Callable[[Tensor], Tensor]
 
 
 def _packed(ops: Ops, weights: Tensor) -> _OfHeads:
-    """weights: [num_heads, outputs, inputs]. One token of 16 heads, 128 to 512 in bf16: 93 µs."""
+    """weights: [num_heads, outputs, inputs]. One token of 16 heads, 128 to 512 in bf16 on a CPU: 93 µs."""
+    if ops.GROUPED_PRODUCTS:
+        stack = weights.clone(memory_format=torch.contiguous_format)
+        numbers = torch.arange(1, len(stack) + 1, device=stack.device)
+
+        def multiply_together(x: Tensor) -> Tensor:
+            """Heads are the experts of one launch, so that a GPU has no launch for each head."""
+            # One token's flattened heads would be a strided view.
+            rows = x.transpose(0, 1).flatten(0, 1).contiguous()
+            found = ops.grouped_linear(rows, stack, numbers * len(x))
+            return found.view(len(stack), len(x), stack.shape[1]).transpose(0, 1)
+
+        return multiply_together
     products = [ops.pack_batch_invariant(weight.clone(memory_format=torch.contiguous_format)) for weight in weights]
 
     def multiply(x: Tensor) -> Tensor:
