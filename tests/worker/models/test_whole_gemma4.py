@@ -41,6 +41,12 @@ WHOLE: dict[str, dict[str, Any]] = {
         "audio_config": SOUNDS,
     },
     "dense": {"model_type": "gemma4", "text_config": TEXT | GLOBAL_HEADS | {"hidden_size_per_layer_input": 0}},
+    "no windows": {
+        "model_type": "gemma4",
+        "text_config": TEXT | GLOBAL_HEADS | {
+            "hidden_size_per_layer_input": 0, "num_hidden_layers": 1, "layer_types": [LOOKS_BACK],
+        },
+    },
     "experts": {
         "model_type": "gemma4",
         "text_config": TEXT | GLOBAL_HEADS | {

@@ -102,6 +102,8 @@ def _read(
         for layer, window, earlier in zip(config.layers, windows, reads, strict=True)
     )
     config = replace(config, layers=layers)
+    if not any(windows):  # the cache then has the network's shape
+        config = replace(config, num_kv_heads=global_heads, head_dim=global_dim)
     for layer in layers:
         config.of_layer(layer)  # refuses sizes that contradict each other
     return config
