@@ -19,7 +19,8 @@ def gemma4_layouts(model: ModelImages) -> ImageLayouts:
     pixels, vision = model.pixels, model.vision
     pixels.require("do_resize", True)
     pixels.ignore(*_IGNORED)  # never read by this image processor
-    patch, merge = pixels.integer("patch_size", 16), pixels.integer("pooling_kernel_size", 3)
+    patch = pixels.integer("patch_size", 16)
+    merge = pixels.integer("pooling_kernel_size", 3, least=2)  # with 1, transformers' network leaves no padding out
     same("patch_size", {"the image processor": patch, "vision_config": vision.integer("patch_size", 16)})
     pooled = vision.integer("pooling_kernel_size", 3)
     same("pooling_kernel_size", {"the image processor": merge, "vision_config": pooled})
