@@ -154,3 +154,8 @@ def test_what_networks_for_images_do_not_read_is_refused(name: str, value: int) 
     assert text_part(json)["model_type"] == "qwen2_5_vl_text"  # texts do not need it
     with pytest.raises(ValueError, match=f"{name} = {value}"):
         ImageConfig.from_json(json)
+
+
+def test_a_number_that_no_float_can_be_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"vision_config.rms_norm_eps is 1000.*; it must be a finite number"):
+        ImageConfig.from_json(GEMMA4 | {"vision_config": GEMMA4["vision_config"] | {"rms_norm_eps": 10**400}})

@@ -1,8 +1,8 @@
 """Refuses invalid values in config.json that transformers accepts or crashes on. transformers checks types only: NaN,
 infinity, negative sizes, contradictions and any number of layers pass."""
 
-import math
 import re
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
 from typing import Any, TypeGuard
@@ -34,8 +34,8 @@ def check_values(json: Mapping[str, Any], config_class: Any) -> None:
     """Raise a ValueError that names the key of an invalid value."""
     defaults = {field.name: field.default for field in fields(config_class)}
     for name, value in _numbers(json):
-        if not math.isfinite(value):
-            raise ValueError(f"{named(name)} is {value}; it must be a finite number")
+        if not abs(value) <= sys.float_info.max:  # NaN too, and whole numbers that no float can be
+            raise ValueError(f"{named(name)} is {shown(value)}; it must be a finite number")
         if value <= 0 and _DIVISORS.fullmatch(name) and value != defaults.get(name):
             raise ValueError(f"{named(name)} is {value}; it must be above 0, because the network divides by it")
         key = name.rpartition(".")[2]
