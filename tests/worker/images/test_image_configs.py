@@ -156,6 +156,11 @@ def test_what_networks_for_images_do_not_read_is_refused(name: str, value: int) 
         ImageConfig.from_json(json)
 
 
+def test_a_type_of_the_network_for_images_that_is_no_text_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"vision_config.model_type is \[\]; it must be a text"):
+        ImageConfig.from_json(GEMMA4 | {"vision_config": GEMMA4["vision_config"] | {"model_type": []}})
+
+
 def test_a_number_that_no_float_can_be_is_refused() -> None:
     with pytest.raises(ValueError, match=r"vision_config.rms_norm_eps is 1000.*; it must be a finite number"):
         ImageConfig.from_json(GEMMA4 | {"vision_config": GEMMA4["vision_config"] | {"rms_norm_eps": 10**400}})

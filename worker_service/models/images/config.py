@@ -11,6 +11,7 @@ from worker_service.models.config.text_part import text_part
 from worker_service.models.config.transformers_json import parse
 from worker_service.models.config.transformers_keys import check_known
 from worker_service.read_keys import ReadKeys
+from worker_service.wording import shown
 
 TILED = {"idefics3": 1, "internvl": 0, "smolvlm": 1}
 """Families that encode each tile of an image on its own, with the dimension of tiles in the network's inputs."""
@@ -36,6 +37,8 @@ class ImageConfig:
         network = parse({**whole, "model_type": json["model_type"], "text_config": {**text}})
         network_class = AutoModel._model_mapping[type(network)]
         vision = network.vision_config
+        if not isinstance(vision.model_type, str):
+            raise ValueError(f"vision_config.model_type is {shown(vision.model_type)}; it must be a text")
         keys = ReadKeys(json.get("vision_config") or {})
         if vision.model_type == "clip_vision_model":
             keys.without_effect(*_FROM_SAVED_CLIP)
