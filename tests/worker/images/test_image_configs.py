@@ -156,6 +156,13 @@ def test_what_networks_for_images_do_not_read_is_refused(name: str, value: int) 
         ImageConfig.from_json(json)
 
 
+@pytest.mark.parametrize("layers", [0, 27, -28, [], [-28, -1]], ids=str)
+def test_a_layer_that_the_network_for_images_does_not_have_is_refused(layers: object) -> None:
+    with pytest.raises(ValueError, match="it must be a number from -27 to 26 except 0, or"):
+        ImageConfig.from_json(LLAVA_ONEVISION | {"vision_feature_layer": layers})
+    assert ImageConfig.from_json(LLAVA_ONEVISION | {"vision_feature_layer": [0, -27, 26]})
+
+
 def test_a_type_of_the_network_for_images_that_is_no_text_is_refused() -> None:
     with pytest.raises(ValueError, match=r"vision_config.model_type is \[\]; it must be a text"):
         ImageConfig.from_json(GEMMA4 | {"vision_config": GEMMA4["vision_config"] | {"model_type": []}})

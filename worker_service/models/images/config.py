@@ -17,6 +17,8 @@ TILED = {"idefics3": 1, "internvl": 0, "smolvlm": 1}
 """Families that encode each tile of an image on its own, with the dimension of tiles in the network's inputs."""
 _FROM_SAVED_CLIP = {"projection_dim", "vocab_size"}
 """Keys of LLaVA's vision_config without effect on it: of the outputs and of the texts of CLIP."""
+_READ_SEVERAL_LAYERS = ("llava", "llava_next", "llava_onevision")
+"""Families whose `vision_feature_layer` may be a list."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class ImageConfig:
             keys.without_effect("default_output_length")  # the image processor's
         unread = {**keys.unread(), "model_type": vision.model_type}
         check_known(unread, vision, AutoModel._model_mapping.get(type(vision), network_class))
+        _check_feature_layers(network)
         num_deep, num_layers = (
             len(getattr(vision, "deepstack_visual_indexes", ())),
             network.text_config.num_hidden_layers,
@@ -60,6 +63,18 @@ class ImageConfig:
         if num_deep > num_layers:
             raise ValueError(f"deepstack_visual_indexes has {num_deep} layers, and the decoder {num_layers}")
         return cls(_without_text(network), network_class, num_deep)
+
+
+def _check_feature_layers(network: Any) -> None:
+    """Refuse layers of the vision network that transformers accepts, though it then fails at every image."""
+    layers = getattr(network, "vision_feature_layer", None)
+    if layers is None:
+        return
+    last, takes_list = network.vision_config.num_hidden_layers, network.model_type in _READ_SEVERAL_LAYERS
+    listed = layers if takes_list and isinstance(layers, list | tuple) else [layers]
+    if not listed or layers == 0 or any(layer not in range(-last - 1, last + 1) for layer in listed):
+        wanted = f"a number from {-last - 1} to {last} except 0" + (", or a list, which may contain 0" * takes_list)
+        raise ValueError(f"vision_feature_layer is {shown(layers)}; it must be {wanted}")
 
 
 def _without_text(network: Any) -> Any:
