@@ -95,8 +95,8 @@ class Vllm:
         return "\n".join(self._lines()[-20:])
 
     def _lines(self) -> list[str]:
-        self._log.seek(0)
-        return self._log.read().decode(errors="replace").splitlines()
+        log = self._log.fileno()  # vLLM writes at the file's position, which reading must not move
+        return os.pread(log, os.fstat(log).st_size, 0).decode(errors="replace").splitlines()
 
     def sequences_in_cache(self) -> float:
         """How many sequences of the longest context fit the KV cache, as its log says. Raises BenchError if it does
