@@ -11,7 +11,6 @@ from pagewire_client import LocalServer
 from pagewire_common.connection import tls
 from scheduler_service.core.suspects import rule
 from scheduler_service.engine.sessions import worker_loop
-from scheduler_service.frontend import server
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.text.tokenization import Tokenizer
 from worker_service.speculation import drafter
@@ -27,14 +26,6 @@ def byte_tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("byte-tokenizer")
     write_byte_tokenizer(directory)
     return directory
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _collector_of_tests() -> Iterator[None]:
-    """Schedulers in the tests' process leave its collector as it is: each would visit all objects, in 40 ms of CPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server, "_spare_the_collector", lambda: None)
-        yield
 
 
 @pytest.fixture
