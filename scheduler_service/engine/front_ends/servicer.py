@@ -25,6 +25,7 @@ log = structlog.get_logger()
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
+_SERVER_STOPPED = "Server already stopped."  # the text of gRPC's private error for calls that are open then
 FILE_BYTES = 1 << 20
 EVENTS_AT_ONCE = 64
 """Events in one turn of the event loop, each 10 to 100 µs."""
@@ -94,7 +95,7 @@ class FrontEnds(EngineServiceServicer):
             self._gone.add(connection.counts)
             self.note_change()
             for result in await asyncio.gather(*tasks, return_exceptions=True):
-                if isinstance(result, Exception):
+                if isinstance(result, Exception) and str(result) != _SERVER_STOPPED:
                     log.error("front end failed", exc_info=result)
 
     def note_change(self) -> None:
