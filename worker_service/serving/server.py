@@ -54,9 +54,9 @@ async def serve(settings: WorkerSettings) -> None:
         log.error("the device cannot be used any more; this process ends, so that a new process can use it")
         logging.shutdown()
         os._exit(1)  # the clean-up of CUDA may hang
-    if not device_thread.idle:
-        # Neither loading a model nor computing a step can be interrupted.
-        log.info("stopped", cut_off="a step, or the loading of the model")
+    if not device_thread.idle or servicer.is_encoding:
+        # None of these can be interrupted, and Python aborts if a thread returns from C++ while the process ends.
+        log.info("stopped", cut_off="a step, the loading of the model, or an image in the background")
         logging.shutdown()
         os._exit(0)
     log.info("stopped")

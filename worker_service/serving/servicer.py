@@ -206,6 +206,11 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
                 if unanswered is not None and not unanswered.cancel():
                     unanswered.exception()  # so that asyncio does not log the error
 
+    @property
+    def is_encoding(self) -> bool:
+        """Whether the worker encodes an image in the background."""
+        return self._worker is not None and (images := self._worker.runner.images) is not None and images.is_busy
+
     def _ready_worker(self) -> "Worker":
         if self._worker is None:
             raise RequestError(grpc.StatusCode.UNAVAILABLE, "the worker is still loading its model")

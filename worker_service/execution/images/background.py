@@ -29,6 +29,7 @@ class BackgroundThread:
     def __init__(self, name: str) -> None:
         self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
         self._num_threads = torch.get_num_threads()
+        self.is_busy = False
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, work: Callable[[], Result]) -> "Future[Result]":
@@ -43,8 +44,10 @@ class BackgroundThread:
             future, work = self._work.get()
             if not future.set_running_or_notify_cancel():
                 continue
+            self.is_busy = True
             try:
                 future.set_result(work())
             except BaseException as error:
                 future.set_exception(error)
+            self.is_busy = False
             del future, work

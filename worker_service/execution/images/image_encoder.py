@@ -128,6 +128,11 @@ class ImageEncoder:
                 self._jobs[item] = self._thread.submit(partial(self._encode, image))
                 self._jobs[item].add_done_callback(lambda _: self._woken.set())
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether an image is being encoded in the background, which cannot be interrupted."""
+        return self._thread.is_busy
+
     def _stop(self, item: EncoderItem) -> None:
         self._jobs.pop(item).cancel()
 
