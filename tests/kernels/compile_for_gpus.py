@@ -179,7 +179,7 @@ def launches(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def state_launches() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Of decodes and of chunks."""
+    """Each operation on states is launched for decodes and for chunks."""
     ids, wide = empty(5, dtype=torch.int32), partial(empty, dtype=torch.float32)
     for query_len in (1, 2000):
         metadata = AttentionMetadata(ids, ids[:4], empty(4, 1, dtype=torch.int32), query_len, 2000)

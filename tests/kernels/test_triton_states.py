@@ -19,7 +19,7 @@ LENS = [(1, 1), (1, 40), (3, 3), (4, 100), (0, 7)]
 @each_operation
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_operation_is_the_references(make: Callable[..., Operation], dtype: torch.dtype) -> None:
-    """With states in blocks of NaN, of which only those of sequences with query tokens are read or written."""
+    """All other blocks contain NaN: the operation reads and writes only blocks of sequences with query tokens."""
     operation = make(sum(n for n, _ in LENS), dtype, device=DEVICE)
     states, metadata = case(operation, LENS, DEVICE)
     expected_states, _ = case(operation, LENS, DEVICE)

@@ -317,6 +317,11 @@ REFUSED: list[tuple[str, dict[str, dict[str, Any]], str]] = [
     ),
     ("llava_onevision", {"config": {"vision_feature_select_strategy": "default"}}, "is 'default'; it must be 'full'"),
     ("llava_onevision", {"preprocessor": {"crop_size": 20}}, "the size of tiles is 24 in size and 20 in crop_size"),
+    (
+        "gemma4",
+        {"config": {"vision_config": {"model_type": "siglip_vision_model", "patch_size": 4, "pooling_kernel_size": 2}}},
+        "is 'siglip_vision_model'; it must be 'gemma4_vision'",
+    ),
     ("gemma4", {"preprocessor": {"max_soft_tokens": 71}}, "is 71; it must be 280 or 70 or 140 or 560 or 1120"),
     ("gemma4", {"preprocessor": {"pooling_kernel_size": 1}}, "is 1; it must be a whole number from 2"),
     ("gemma4", {"preprocessor": {"pooling_kernel_size": 3}}, "3 in the image processor and 2 in vision_config"),

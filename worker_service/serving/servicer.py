@@ -208,7 +208,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
 
     @property
     def is_encoding(self) -> bool:
-        """Whether the worker encodes an image in the background."""
+        """Whether the background thread of the worker encodes an image."""
         return self._worker is not None and (images := self._worker.runner.images) is not None and images.is_busy
 
     def _ready_worker(self) -> "Worker":

@@ -17,6 +17,7 @@ def gemma4_layouts(model: ModelImages) -> ImageLayouts:
     model.processor.require("processor_class", "Gemma4Processor")
     model.processor.ignore("image_seq_length", *_OF_SOUNDS)  # never read for images
     pixels, vision = model.pixels, model.vision
+    vision.require("model_type", "gemma4_vision")
     pixels.require("do_resize", True)
     pixels.ignore(*_IGNORED)  # never read by this image processor
     patch = pixels.integer("patch_size", 16)

@@ -239,7 +239,7 @@ def single_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check(json: dict[str, Any]) -> str:
-    """What became of it. Fails where our logits are others than transformers'.
+    """Return how the worker treats the file. The test fails if the worker's logits differ from transformers'.
 
     A file that we refuse is read alone: transformers takes 40 times as long to make its network.
     """

@@ -20,7 +20,8 @@ from worker_service.session.step import SamplingParams, SchedulerOutput
 from worker_service.settings import WorkerSettings
 
 TOPICS = ("types", "import", "formatstrings", "compound")
-"""Of Python's own manual, which every Python has. The first is enough for bfloat16, two for products of 8 bits."""
+"""Topics of Python's own manual, which every Python contains. Tests of bfloat16 read one window of this text, tests of
+8-bit products two."""
 WINDOW = 512
 CHUNK_LENS = [300, 100, 1, 1, 1, 5, 64, 40]
 """A prompt cut into steps as a scheduler may; the last token predicts nothing here."""

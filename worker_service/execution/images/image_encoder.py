@@ -130,7 +130,7 @@ class ImageEncoder:
 
     @property
     def is_busy(self) -> bool:
-        """Whether an image is being encoded in the background, which cannot be interrupted."""
+        """Whether the background thread encodes an image. The encoding cannot be interrupted."""
         return self._thread.is_busy
 
     def _stop(self, item: EncoderItem) -> None:

@@ -232,7 +232,7 @@ class DecoderConfig:
     """None without latent attention. Otherwise num_kv_heads is 1 and head_dim is `latent.key_dim`."""
     ignored_tensors: tuple[str, ...] = ()
     causal_without_window: bool = False
-    """Whether layers without a window ignore that tokens of an image attend to later ones of the image (Gemma 4)."""
+    """Whether tokens of an image attend to later tokens of the image only in layers with a window (Gemma 4)."""
     padded_tokens: frozenset[int] = frozenset()
     """Tokens in whose place the network reads `padding_token`."""
     padding_token: int = 0
