@@ -57,7 +57,9 @@ class DeviceThread:
     If work returns a `Pending`, the thread settles it when the device has finished, and may run other work before."""
 
     def __init__(self) -> None:
-        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        # Not SimpleQueue: in CPython 3.11, its `get` computes what is left of a timeout after it found the queue empty.
+        # If another program delayed the thread just before, the rest is negative, and `get` waits for ever.
+        self._work: queue.Queue[tuple[Future[Any], Callable[[], Any]]] = queue.Queue()
         self._last: Future[Any] | None = None
         self._pending: deque[Pending[Any]] = deque()
         threading.Thread(target=self._run, name="device", daemon=True).start()
