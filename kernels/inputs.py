@@ -65,7 +65,7 @@ class AttentionMetadata:
     visible_ends: Tensor | None = None
     """[query tokens] int32: the last position that each query token attends to, at least its own, and in its context.
     None: its own. Windows end at the token's own position, and so are unchanged at their other side. Not with attention
-    that is not causal or chunked, nor with a bias, nor in Triton."""
+    that is not causal or chunked, nor with a bias, nor of latents in Triton."""
 
     @classmethod
     def build(

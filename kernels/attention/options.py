@@ -3,18 +3,17 @@
 import torch
 from torch import Tensor
 
-from kernels.inputs import AttentionMetadata
-
-
-def refuse_visible_ends(metadata: AttentionMetadata) -> None:
-    if metadata.visible_ends is not None:
-        raise ValueError("the Triton kernels do not support visible_ends")
-
 
 def check_no_options(
-    window: int | None, soft_cap: float | None, bias: Tensor | None, sinks: Tensor | None, *, causal: bool
+    window: int | None,
+    soft_cap: float | None,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    visible_ends: Tensor | None,
+    *,
+    causal: bool,
 ) -> None:
-    if not causal or (window, soft_cap, bias, sinks) != (None, None, None, None):
+    if not causal or any(option is not None for option in (window, soft_cap, bias, sinks, visible_ends)):
         raise ValueError("the Triton kernel of latent attention is causal, and supports no options")
 
 

@@ -56,6 +56,7 @@ class Case:
             query_start=self.metadata.query_start.to(cpu),
             context_lens=self.metadata.context_lens.to(cpu),
             block_tables=self.metadata.block_tables.to(cpu),
+            visible_ends=None if self.metadata.visible_ends is None else self.metadata.visible_ends.to(cpu),
         )
         query, layer_cache = self.query.to(cpu, torch.float32), self.layer_cache.to(cpu, torch.float32)
         bias, sinks = (None if option is None else option.to(cpu) for option in (bias, sinks))

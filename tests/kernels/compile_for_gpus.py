@@ -63,6 +63,7 @@ def attention(
     head_dim: int = 128,
     attend: Callable[..., Tensor] = ops.paged_attention,
     shares: bool = False,
+    has_images: bool = False,
     cache_dtype: torch.dtype = torch.bfloat16,
     **options: Any,
 ) -> None:
@@ -73,6 +74,7 @@ def attention(
         max_query_len=query_len,
         max_context_len=context_len,
         shared=SharedParts(*(empty(3, 3, dtype=torch.int32),) * 3, 2) if shares else None,
+        visible_ends=empty(query_len + 1, dtype=torch.int32) if has_images else None,
     )
     query = empty(query_len + 1, groups * kv_heads, head_dim)
     attend(query, layer_cache(kv_heads, head_dim, cache_dtype), metadata, 0.1, **options)
@@ -114,6 +116,7 @@ def launches(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
         "heads of 80, a window, a soft cap, sinks",
         lambda: attention(9, 8000, groups=7, head_dim=80, window=9, soft_cap=5.0, sinks=sinks),
     )
+    yield "chunks with images and a window", lambda: attention(2000, 2000, window=512, has_images=True)
     yield "chunks of latents", lambda: latents(2000, 128)
     yield "chunks of 9 tokens", lambda: attention(9, 8000, window=9, chunked=True)
     floats = empty(5, 32, dtype=torch.float32)
@@ -219,6 +222,7 @@ def invariant_launches(capability: int) -> Iterator[tuple[str, list[Callable[[],
             [
                 *(partial(by_position, *batch, **shape) for batch in INVARIANT_BATCHES),
                 partial(by_position, 1, 8000, shares=True, **shape),
+                partial(by_position, 2000, 2000, has_images=True, **shape),
             ],
         )
     latents_by_position = partial(latents, num_heads=16, attend=invariant.paged_attention)

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from attention_cases import CHUNKS, EDGES, Case, make_case
+from image_metadata import with_images
 from torch import Tensor
 from triton_helpers import DEVICE, DTYPES, FEW_DTYPES, randn, strict
 
@@ -67,6 +68,18 @@ def test_a_prompt_has_the_same_bits_in_any_chunks(dtype: torch.dtype) -> None:
             metadata = one(case, 0, stop - start, 490 + stop)
             parts.append(replace(case, query=case.query[start:stop], metadata=metadata).run())
         assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_an_image_has_the_same_bits_in_a_chunk_that_begins_inside_it(window: int | None) -> None:
+    images = [(0, 480, 540)]
+    case = by_position([(60, 490)])
+    case.metadata = with_images(case.metadata, images)
+    whole = case.run(window)
+    for start in (1, 22, 49):
+        metadata = with_images(one(case, 0, 60 - start, 550), images)
+        later = replace(case, query=case.query[start:], metadata=metadata).run(window)
+        assert torch.equal(later, whole[start:])
 
 
 @pytest.mark.parametrize("options", OPTIONS[:3], ids=str)

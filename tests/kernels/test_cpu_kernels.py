@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from image_metadata import with_images
 from torch import Tensor
 
 from kernels import reference
@@ -266,18 +267,6 @@ def test_tokens_attend_to_their_own_chunk(kernels: ModuleType, dtype: torch.dtyp
     query, cache, metadata = attention_case(lens, (6, 2, 64), 16, dtype, size, chunked=True)
     found = kernels.paged_attention(query, cache, metadata, 0.3, size, chunked=True)
     close(found, reference_attention(query, cache, metadata, size, None, chunked=True), dtype)
-
-
-def with_images(metadata: AttentionMetadata, images: list[tuple[int, int, int]]) -> AttentionMetadata:
-    """images: a sequence and positions [start, stop) of it, whose tokens attend to each other in both directions."""
-    starts, lens = metadata.query_start.tolist(), metadata.context_lens.tolist()
-    ends = [end for first, stop, length in zip(starts, starts[1:], lens, strict=False)
-            for end in range(length - stop + first, length)]  # fmt: skip
-    for sequence, start, stop in images:
-        row = starts[sequence + 1] - lens[sequence]  # of the sequence's first token
-        for position in range(max(start, starts[sequence] - row), stop):
-            ends[row + position] = stop - 1
-    return replace(metadata, visible_ends=torch.tensor(ends, dtype=torch.int32))
 
 
 @stored_both_ways

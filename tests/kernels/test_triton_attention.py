@@ -1,15 +1,19 @@
 """Paged attention as a Triton kernel against eager torch in float32; every unused slot is poisoned."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from attention_cases import CHUNKS, EDGES, NAN, make_case, ops
+from image_metadata import with_images
 from prefix_in_flight import check_prefix_in_flight
-from triton_helpers import DEVICE, DTYPES, HALF, INTERPRETED, quiet_interpreter, randn, strict
+from torch import Tensor
+from triton_helpers import DEVICE, DTYPES, FEW_DTYPES, HALF, INTERPRETED, quiet_interpreter, randn, strict
 
 from kernels import reference, triton
 from kernels.inputs import rotary_tables
+from kernels.triton import invariant
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -60,6 +64,17 @@ def test_what_left_the_window_may_be_anything() -> None:
         case.layer_cache[gone.long()] = NAN
         case.metadata.block_tables[row, : len(gone)] = len(case.layer_cache) + 99
     assert torch.equal(case.run(window), expected)
+
+
+@pytest.mark.parametrize("attend", [ops.paged_attention, strict(invariant).paged_attention])
+@pytest.mark.parametrize("dtype", FEW_DTYPES)
+def test_tokens_of_an_image_attend_to_later_tokens_of_it(dtype: torch.dtype, attend: Callable[..., Tensor]) -> None:
+    """Across tiles and parts, beside decodes, and in a chunk that begins inside an image."""
+    case = make_case([(1, 5), (1, 90), (100, 495), (20, 45), (3, 0)], dtype=dtype, attend=attend)
+    case.metadata = with_images(case.metadata, [(2, 497, 520), (2, 521, 590), (3, 40, 60), (4, 0, 3)])
+    for window in (None, 9, 70):
+        case.check(window)
+    case.check(70, soft_cap=2.0)
 
 
 @pytest.mark.parametrize(("head_dim", "block_size"), [(5, 1), (80, 16)])

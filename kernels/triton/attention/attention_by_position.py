@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention.options import check_attention_options, check_no_options, refuse_visible_ends
+from kernels.attention.options import check_attention_options, check_no_options
 from kernels.inputs import PART_KEYS, AttentionMetadata
 from kernels.triton.attention.attention_tiles import (
     attend_tile,
@@ -54,11 +54,11 @@ def attention_by_position(
     sinks: Tensor | None = None,
     chunked: bool = False,
 ) -> Tensor:
-    refuse_visible_ends(metadata)
+    ends = metadata.visible_ends
     if layer_cache.shape[1] == 1:
-        check_no_options(window, soft_cap, bias, sinks, causal=causal)
+        check_no_options(window, soft_cap, bias, sinks, ends, causal=causal)
         return latent_attention(query, layer_cache, metadata, scale, by_position=True)
-    check_attention_options(query, window, soft_cap, bias, causal, sinks, chunked)
+    check_attention_options(query, window, soft_cap, bias, causal, sinks, chunked, ends)
     num_tokens, num_heads, head_dim = query.shape
     num_sequences, num_kv_heads = len(metadata.context_lens), layer_cache.shape[3]
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -70,7 +70,7 @@ def attention_by_position(
     only_decodes = metadata.max_query_len == 1
     num_tiles = num_sequences if only_decodes else num_tokens // tile_tokens + num_sequences
     num_parts = triton.cdiv(metadata.max_context_len, PART_KEYS)
-    if window is not None:  # a window may begin inside a part
+    if window is not None and ends is None:  # a window may begin inside a part
         num_parts = min(num_parts, triton.cdiv(window + tile_tokens - 1, PART_KEYS) + 1)
     num_programs = min(num_parts, 2 * num_processors(query.device) // (num_tiles * num_kv_heads))
     apart = num_programs > 1 and num_parts * num_tokens * num_heads * head_dim * 4 <= _MAX_PARTIAL_BYTES
@@ -95,6 +95,7 @@ def attention_by_position(
             metadata.block_tables,
             torch.empty(0, device=query.device) if bias is None else bias,
             torch.empty(0, device=query.device) if sinks is None else sinks,
+            metadata.query_start if ends is None else ends,  # unread without ends
             # Unread without shared parts.
             *((metadata.query_start,) * 3 if shared is None else (shared.items, shared.rows, shared.num_parts)),
             num_sequences,
@@ -109,6 +110,7 @@ def attention_by_position(
             int(together),
             int(together or apart),
             int(shared is not None),
+            int(ends is not None),
             groups=groups,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -150,6 +152,7 @@ def _tile_rows(groups: int, head_dim: int, dtype: torch.dtype) -> int:
 @triton.jit(
     do_not_specialize=[
         "num_sequences", "room", "num_distances", "table_stride", "only_decodes", "together", "apart", "shares",
+        "has_ends",
     ]
 )  # fmt: skip
 def _attention_by_position_kernel(
@@ -164,6 +167,7 @@ def _attention_by_position_kernel(
     block_tables,
     bias,
     sinks,
+    visible_ends,
     items,
     item_rows,
     num_shared_parts,
@@ -179,6 +183,7 @@ def _attention_by_position_kernel(
     together,
     apart,
     shares,
+    has_ends,
     groups: tl.constexpr,
     num_kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
@@ -214,6 +219,7 @@ def _attention_by_position_kernel(
         low = first_part * part_keys
         high = last_part * part_keys
         position = high + member
+        last = position
         first_place = tl.full([], 0, tl.int32)  # part 0: with shared parts there is no window
     else:
         tile = tl.program_id(0) // num_kv_heads
@@ -233,8 +239,12 @@ def _attention_by_position_kernel(
             first_position = context_len - (tl.load(query_start + sequence + 1) - first_row) + first_token
         token = first_row + first_token + member
         position = first_position + member
+        last = position
         low = first_key(first_position, window, chunked) if window > 0 else tl.full([], 0, tl.int32)
         high = tl.minimum(first_position + tile_tokens, context_len)
+        if has_ends != 0:
+            last = tl.load(visible_ends + token, mask=member < num_members, other=0)
+            high = tl.max(last, axis=0) + 1
         first_part = low // part_keys
         last_part = tl.cdiv(tl.where(num_members > 0, high, 0), part_keys)
         first_place = first_part
@@ -265,10 +275,9 @@ def _attention_by_position_kernel(
         part_weighted = tl.zeros([tile_rows, head_columns], tl.float32)
         for index in range(begin, tl.where(part < num_shared, begin, end)):
             part_largest, part_total, part_weighted = attend_tile(
-                queries, part_largest, part_total, part_weighted, position, index * tile_keys, low, high, head_cache,
-                table, head_bias, num_distances, block_stride, part_stride, scale, True,
-                num_kv_heads, head_dim, 0, block_size, window, chunked, soft_cap, biased, tile_keys,
-            head_columns,
+                queries, part_largest, part_total, part_weighted, position, last, index * tile_keys, low, high,
+                head_cache, table, head_bias, num_distances, block_stride, part_stride, scale, True,
+                num_kv_heads, head_dim, 0, block_size, window, chunked, soft_cap, biased, tile_keys, head_columns,
             )  # fmt: skip
         left = place * room + part - first_place
         if apart != 0:

@@ -70,6 +70,7 @@ def attend_tile(
     total,
     weighted,
     position,
+    last,
     start,
     low,
     high,
@@ -92,9 +93,10 @@ def attend_tile(
     tile_keys: tl.constexpr,
     head_columns: tl.constexpr,
 ):
-    """Continue online softmax over the keys [start, start + tile_keys), of which [low, high) exist. head_bias: address
-    of each row's first bias. On an H200, tiles of 256 x 128 take 193 KiB of shared memory with a bias and 129 KiB
-    without; its time has not been measured. Returns largest score (log2), sum of weights, weighted values."""
+    """Continue online softmax over the keys [start, start + tile_keys), of which [low, high) exist. last: the last
+    position that each row attends to. head_bias: address of each row's first bias. On an H200, tiles of 256 x 128 take
+    193 KiB of shared memory with a bias and 129 KiB without; its time has not been measured. Returns largest score
+    (log2), sum of weights, weighted values."""
     log2_e: tl.constexpr = 1.4426950408889634
     key = start + tl.arange(0, tile_keys)
     column = tl.arange(0, head_columns)
@@ -132,7 +134,7 @@ def attend_tile(
     else:
         factor = scale * log2_e
     if masked:
-        visible = exists[None, :] & (key[None, :] <= position[:, None])
+        visible = exists[None, :] & (key[None, :] <= last[:, None])
         if window > 0:
             visible &= key[None, :] >= first_key(position, window, chunked)[:, None]
         scores = tl.where(visible, scores, float("-inf"))

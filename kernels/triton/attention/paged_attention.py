@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention.options import check_attention_options, check_no_options, refuse_visible_ends
+from kernels.attention.options import check_attention_options, check_no_options
 from kernels.inputs import AttentionMetadata
 from kernels.triton.attention.attention_by_position import attention_by_position
 from kernels.triton.attention.attention_tiles import (
@@ -56,13 +56,13 @@ def paged_attention(
     chunked: bool = False,
 ) -> Tensor:
     """Every row of `query` must belong to a sequence."""
-    refuse_visible_ends(metadata)
+    ends = metadata.visible_ends
     if layer_cache.shape[1] == 1:
-        check_no_options(window, soft_cap, bias, sinks, causal=causal)
+        check_no_options(window, soft_cap, bias, sinks, ends, causal=causal)
         return latent_attention(query, layer_cache, metadata, scale, by_position=False)
     if metadata.shared is not None and window is None and bias is None and causal:
         return attention_by_position(query, layer_cache, metadata, scale, soft_cap=soft_cap, sinks=sinks)
-    check_attention_options(query, window, soft_cap, bias, causal, sinks, chunked)
+    check_attention_options(query, window, soft_cap, bias, causal, sinks, chunked, ends)
     num_tokens, num_heads, head_dim = query.shape
     num_sequences, num_kv_heads = len(metadata.context_lens), layer_cache.shape[3]
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -94,6 +94,7 @@ def paged_attention(
             metadata.block_tables,
             query if bias is None else bias,  # unread without a bias
             query if sinks is None else sinks,
+            metadata.query_start if ends is None else ends,  # unread without ends
             num_sequences,
             num_splits,
             0 if bias is None else bias.shape[1],
@@ -114,6 +115,7 @@ def paged_attention(
             soft_cap=soft_cap or 0.0,
             biased=bias is not None,
             has_sinks=sinks is not None,
+            has_ends=ends is not None,
             causal=causal,
             tile_rows=tile.rows,
             tile_keys=tile_keys,
@@ -176,6 +178,7 @@ def _paged_attention_kernel(
     block_tables,
     bias,
     sinks,
+    visible_ends,
     num_sequences,
     num_splits,
     num_distances,
@@ -196,6 +199,7 @@ def _paged_attention_kernel(
     soft_cap: tl.constexpr,
     biased: tl.constexpr,
     has_sinks: tl.constexpr,
+    has_ends: tl.constexpr,
     causal: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_keys: tl.constexpr,
@@ -235,10 +239,14 @@ def _paged_attention_kernel(
     wide_row = (first_row + token).to(tl.int64)
     queries = tl.load(query + (wide_row * query_stride + head * head_dim)[:, None] + column, mask=inside, other=0.0)
     position = first_position + row // groups
+    last = position
+    high = tl.minimum(first_position + tile_tokens, context_len)
+    if has_ends:
+        last = tl.load(visible_ends + wide_row, mask=token < query_len, other=0)
+        high = tl.max(last, axis=0) + 1
     head_bias = bias + head * num_distances
 
     low = first_key(first_position, window, chunked) if window > 0 else 0
-    high = tl.minimum(first_position + tile_tokens, context_len)
     first_tile = low // tile_keys
     share = tl.cdiv(tl.cdiv(high, tile_keys) - first_tile, num_splits)
     begin = first_tile + part * share
@@ -258,15 +266,15 @@ def _paged_attention_kernel(
     table = block_tables + sequence.to(tl.int64) * table_stride
     for index in range(begin, seen_by_all):
         largest, total, weighted = attend_tile(
-            queries, largest, total, weighted, position, index * tile_keys, low, high, head_cache, table, head_bias,
-            num_distances, block_stride, part_stride, scale, False,
+            queries, largest, total, weighted, position, last, index * tile_keys, low, high, head_cache, table,
+            head_bias, num_distances, block_stride, part_stride, scale, False,
             num_kv_heads, head_dim, scale_bytes, block_size, window, chunked, soft_cap, biased, tile_keys,
             head_columns,
         )  # fmt: skip
     for index in range(seen_by_all, end):
         largest, total, weighted = attend_tile(
-            queries, largest, total, weighted, position, index * tile_keys, low, high, head_cache, table, head_bias,
-            num_distances, block_stride, part_stride, scale, True,
+            queries, largest, total, weighted, position, last, index * tile_keys, low, high, head_cache, table,
+            head_bias, num_distances, block_stride, part_stride, scale, True,
             num_kv_heads, head_dim, scale_bytes, block_size, window, chunked, soft_cap, biased, tile_keys,
             head_columns,
         )  # fmt: skip

@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
-import torch
 from message_helpers import new_message
 from tiny_image_models import Prompt, expand
 
 from pagewire.v1 import scheduler_output_pb2 as pb
-from pagewire_common.images.families import read_image_layouts
 from worker_service.execution.worker import load_worker
 from worker_service.serving.open_session import OpenSession
 from worker_service.settings import WorkerSettings
@@ -33,9 +30,6 @@ class Asked(NamedTuple):
 
 class ImageWorker:
     def __init__(self, path: Path, **settings: Any) -> None:
-        layouts = read_image_layouts(path)
-        if layouts is not None and layouts.attends_both_ways and torch.cuda.is_available():
-            pytest.skip("GPUs read no such images")
         sizes = {"block_size": BLOCK, "num_gpu_blocks_override": 4 * POOL, "threads": 1, "forms": False}
         self.worker = load_worker(WorkerSettings(**{"model": str(path), "encoder_budget": 4096} | sizes | settings))
         assert self.worker.limits.images is not None

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -16,7 +15,6 @@ from tiny_image_models import VOCABULARY, ImageOracle, Picture, Prompt, expand, 
 from pagewire.v1 import scheduler_output_pb2 as pb
 from pagewire_client import PromptEmbeds
 from pagewire_common.calls.errors import RequestError
-from worker_service.execution.startup.image_network import ImageNetwork
 from worker_service.loading.adapter import AdapterError
 from worker_service.models.images import pixels
 
@@ -124,12 +122,6 @@ def test_a_chunk_may_begin_but_not_end_inside_an_image_whose_tokens_attend_both_
     cut = worker.ask(2, ONE)
     with pytest.raises(RequestError, match=r"computes tokens \d+ to \d+ of an image that ends with token"):
         worker.step([cut], [(cut, 0, cut.message.items[0].start + 3, False)])
-
-
-def test_gpus_read_no_images_whose_tokens_attend_both_ways(case: Case) -> None:
-    checkpoint: Any = SimpleNamespace(config=json.loads((case.path / "config.json").read_text()))
-    network = ImageNetwork.open(checkpoint, [*case.path.iterdir()], torch.float32, torch.device("cuda"))
-    assert (network is None) == case.oracle.layouts.attends_both_ways
 
 
 def test_an_image_that_cannot_be_read_fails_and_others_live_on(case: Case, worker: ImageWorker) -> None:

@@ -98,7 +98,7 @@ def test_text_is_that_of_the_whole_network(folder: Path) -> None:
 
 def test_images_and_sounds_are_refused_by_a_sentence(folder: Path) -> None:
     with capture_logs() as logs:
-        assert ImageNetwork.open(Checkpoint(folder), [folder / "config.json"], torch.float32, CPU) is None
+        assert ImageNetwork.open(Checkpoint(folder), [folder / "config.json"], torch.float32) is None
     assert [entry["event"] for entry in logs] == ["prompts cannot contain images or sounds"]
     assert "are not read" in logs[0]["reason"]
 

@@ -36,9 +36,7 @@ class ImageNetwork:
     dtype: torch.dtype
 
     @classmethod
-    def open(
-        cls, checkpoint: Checkpoint, files: list[Path], dtype: torch.dtype, device: torch.device
-    ) -> "ImageNetwork | None":
+    def open(cls, checkpoint: Checkpoint, files: list[Path], dtype: torch.dtype) -> "ImageNetwork | None":
         """None if prompts cannot contain images; the log says why if the model has a part for images. files: the
         tokenizer's, with the image processor's."""
         if not has_images(checkpoint.config):
@@ -48,8 +46,6 @@ class ImageNetwork:
             layouts = read_sound_layouts(by_name) if has_sounds(checkpoint.config) else read_image_layouts(by_name)
             if layouts is None:
                 return None
-            if layouts.attends_both_ways and device.type != "cpu":
-                raise ValueError("the tokens of an image attend to each other in both directions, on CPUs only")
             if has_sounds(checkpoint.config):
                 from worker_service.models.sounds.network import SoundConfig
 

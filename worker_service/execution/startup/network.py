@@ -107,7 +107,7 @@ class Network:
             settings.quantization,
             SentenceSettings.read(source.path, otherwise, checkpoint.config, getattr(config, "num_labels", 0)),
             settings.batch_invariant,
-            ImageNetwork.open(checkpoint, tokenizer_files, dtype, device) if settings.encoder_cache_size else None,
+            ImageNetwork.open(checkpoint, tokenizer_files, dtype) if settings.encoder_cache_size else None,
         )
 
     @property
