@@ -140,6 +140,7 @@ def test_published_files_are_read(json: dict[str, Any]) -> None:
         ),
         (LLAVA_NEXT | {"use_image_newline_parameter": False}, "use_image_newline_parameter = False"),
         (QWEN2_5_VL | {"odd": 1}, "odd = 1"),
+        (GEMMA3 | {"text_config": {"model_type": []}}, r"text_config.model_type is \[\]; it must be the name"),
     ],
     ids=str,
 )

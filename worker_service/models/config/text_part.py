@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from worker_service.models.config.config_keys import HARMLESS, architectures, refuse
 from worker_service.read_keys import ReadKeys
+from worker_service.wording import shown
 
 
 class _Whole(NamedTuple):
@@ -115,6 +116,8 @@ def text_part(json: Mapping[str, Any]) -> Mapping[str, Any]:
     known |= {name for name, value in neutral.items() if json.get(name) == value}
     refuse({name: value for name, value in json.items() if name not in known}, family)
     text_family = text.get("model_type", whole.text)
+    if not isinstance(text_family, str):
+        raise ValueError(f"text_config.model_type is {shown(text_family)}; it must be the name of a family")
     if text_family != whole.text and not whole.takes_others:
         if family not in _FLAT or text_family != family:
             raise ValueError(f"text_config describes a model {text_family}, not {whole.text}")
