@@ -280,6 +280,8 @@ async def test_a_body_may_be_large_with_images_alone(edge: Edge) -> None:
     large = openai_image("data:image/png;base64," + "AAAA" * (MAX_ITEM_BYTES // 3 - 25_000))
     ((_, (image, _)),) = await edge.chat(*chat(large, LOOK))
     assert len(image) > 7 << 20
+    batch = {"messages": [[of_user(large, LOOK)]]}
+    assert (await edge.chat(f"{CHAT}/batch", batch))[0][1][0] == image
     long_text = {"type": "text", "text": "x" * 2_000_000}
     assert await edge.refusal(*chat(openai_image(URL), long_text)) == (
         413,

@@ -39,7 +39,7 @@ class BatchFields(ChatFields):
 
 
 async def chat_batch(call: Call) -> web.StreamResponse:
-    fields = await call.fields(BatchFields)
+    fields = await call.fields(BatchFields, takes_images=True)
     for name, is_set in (("stream", fields.stream), ("n", (fields.n or 1) > 1)):
         if is_set:
             raise invalid(f"{name} is {str(getattr(fields, name)).lower()}; a batch has one whole answer each", name)
