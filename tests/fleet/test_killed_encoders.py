@@ -1,4 +1,5 @@
-"""SIGKILL of workers that hold an encoder beside the decoder: streams go on with the tokens of an undisturbed run."""
+"""SIGKILL of workers that hold an encoder or a network for images beside the decoder: streams go on with the tokens of
+an undisturbed run."""
 
 import asyncio
 import signal
@@ -7,12 +8,14 @@ from typing import Any
 
 from cluster import is_busy
 from fleet_helpers import Fleet, Scale
-from processes import Workers, scheduler
+from processes import Workers, scheduler, worker
 from sounds import file_of, samples, wav
 from tiny_encoder_decoder import ENGLISH, SILENT, SPEECH_START, WRITE, write_encoder_decoder, write_whisper
+from tiny_image_models import make_model, picture
 
-from pagewire_client import Client, EncoderPrompt, SamplingParams, Sound
+from pagewire_client import Client, EncoderPrompt, Image, SamplingParams, Sound
 from pagewire_client.llm import collect
+from pagewire_client.prompts import Part
 
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -49,6 +52,36 @@ async def test_what_an_encoder_has_read_on_a_lost_worker_is_read_again_on_anothe
         finally:
             member.kill()
             workers.close()
+
+
+async def seen(client: Client, number: int) -> list[list[int]]:
+    """The tokens behind a prompt with two images, of which others have the first as well."""
+    parts: list[Part] = [Image(picture(40, 16).data), [number], Image(picture(12, 40 + number % 3).data), [9]]
+    params = SamplingParams(max_tokens=60, ignore_eos=True, **KINDS[number % len(KINDS)])
+    return [output.token_ids for output in (await collect(client, parts, params)).outputs]
+
+
+async def test_images_on_a_lost_worker_are_read_again_by_one_of_two_ranks(tmp_path: Path) -> None:
+    model, count = make_model(tmp_path / "model", "qwen3_vl"), 12
+    lost, ranked = worker(model), worker(model, "--tensor-parallel-size", "2")
+    member = scheduler(model, [lost.address, ranked.address]).start()
+    try:
+        lost.start().wait_for("ready")
+        async with Client(member.address, retry_for=0) as client:
+            await client.wait_until_serving(60)
+            expected = [await seen(client, number) for number in range(count)]
+            await asyncio.to_thread(ranked.start().wait_for, "ready")
+            fleet = Fleet(member, client, [], {})
+            await fleet.until(lambda state: all(worker.connected for worker in state.workers))
+            streams = asyncio.gather(*(seen(client, number) for number in range(count)))
+            await fleet.until(lambda state: all(map(is_busy, state.workers)))
+            lost.signal(signal.SIGKILL)
+            assert await streams == expected
+            state = await fleet.check_empty()
+            assert [worker.num_losses for worker in state.workers] == [1, 0]
+    finally:
+        for one in (member, lost, ranked):
+            one.kill()
 
 
 LONG, SHORT = Sound(wav(40), "audio/wav"), Sound(file_of(samples(9, 1), "FLAC"), "audio/flac")
