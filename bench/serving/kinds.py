@@ -1,11 +1,13 @@
-"""Compares models whose layers are of different kinds with vLLM's CPU build: windows, states and latents.
+"""Compares models whose layers are of different kinds with vLLM's CPU build and with transformers: windows, states and
+latents.
 
-python -m bench kinds [--peer DIR] [--models lfm2-350m,…] [--rounds 1]
+python -m bench kinds [--peer DIR] [--transformers] [--models lfm2-350m,…] [--rounds 1]
 
-Both systems serve published shapes with random weights, one after the other, because two models do not fit the memory.
-Decodes are 1, 8 and 32 streams. Prompts of 512 and 2,048 tokens are sent one at a time. "8,192 tokens, MiB" is the
-maximum of the KV cache that one sequence of 8,192 tokens takes: computed from pagewire's groups of layers, and from the
-number of such sequences in vLLM's log. With --loads none, only this is measured. The last line is JSON.
+All systems compute published shapes with random weights, one after the other, because two models do not fit the memory.
+transformers generates static batches in one process, without a server, and is measured once. Decodes are 1, 8 and 32
+streams. Prompts of 512 and 2,048 tokens are sent one at a time. "8,192 tokens, MiB" is the maximum of the KV cache that
+one sequence of 8,192 tokens takes: computed from pagewire's groups of layers, and from the number of such sequences in
+vLLM's log. With --loads none, only this is measured. The last line is JSON.
 """
 
 import argparse
@@ -29,6 +31,7 @@ from bench.systems.processes import end_on_signals
 from pagewire_client import ServerError
 
 CONTEXT = 8192
+TRANSFORMERS = "transformers"
 LONGEST = f"{CONTEXT:,} tokens, MiB"
 DECODES = tuple(streams(128, 64, number, num_requests=2 * number) for number in (1, 8, 32))
 PROMPTS = tuple(streams(tokens, 2, 1, num_requests=3) for tokens in (512, 2048))
@@ -44,7 +47,7 @@ def systems(model: Path, peer: Path | None) -> Iterator[tuple[str, Callable[[], 
 
 
 def figures_of(
-    name: str, folder: Path, peer: Path | None, rounds: int, loads: Sequence[Load]
+    name: str, folder: Path, peer: Path | None, rounds: int, loads: Sequence[Load], *, beside_transformers: bool
 ) -> dict[str, dict[str, float | str]]:
     """Output tokens per second of decodes, prompt tokens per second until the first token, MiB of memory, and
     `LONGEST`, by system and load."""
@@ -66,7 +69,26 @@ def figures_of(
             rates["error"] = str(error).strip().splitlines()[-1]
             sys.stderr.write(f"{name}: {system_name}: {error}\n")
         found[system_name] = rates
+    if beside_transformers:
+        found[TRANSFORMERS] = {**of_transformers(folder, loads)}
     return found
+
+
+def of_transformers(folder: Path, loads: Sequence[Load]) -> dict[str, float]:
+    """The same rates."""
+    from bench.systems.peer_transformers import Transformers
+
+    model, rates = Transformers(folder, random_weights=True), {}
+    for load in loads:
+        tokens = load.arrivals[0].prompt_tokens
+        rate = (
+            tokens * model.output_tokens_per_second(streams(tokens, 1, 1, num_requests=1))
+            if load in PROMPTS
+            else model.output_tokens_per_second(load)
+        )
+        sys.stderr.write(f"{load.title}: transformers {rate:.1f} tok/s\n")
+        rates[load.name] = rate
+    return rates
 
 
 def sequence_mib(system: Pagewire | Vllm) -> float:
@@ -77,20 +99,27 @@ def sequence_mib(system: Pagewire | Vllm) -> float:
 
 def table(results: dict[str, dict[str, dict[str, float | str]]]) -> str:
     """A Markdown table with a row for each model and load."""
-    lines = ["| model | load, tok/s | pagewire | vLLM | ratio |", "|---|---|---|---|---|"]
+    lines = ["| model | load, tok/s | pagewire | vLLM | ratio | transformers | ratio |", f"|{'---|' * 7}"]
     for model, by_system in results.items():
-        ours, theirs = by_system.get(Pagewire.name, {}), by_system.get(Vllm.name, {})
-        for load in dict.fromkeys([*ours, *theirs]):
-            one, other = ours.get(load), theirs.get(load)
-            cells = [f"{value:.1f}" if isinstance(value, float) else str(value or "") for value in (one, other)]
-            both = isinstance(one, float) and isinstance(other, float)
-            lines.append(f"| {model} | {load} | {' | '.join(cells)} | {f'{one / other:.2f}' if both else ''} |")  # type: ignore[operator]
+        ours = by_system.get(Pagewire.name, {})
+        for load in dict.fromkeys([*ours, *by_system.get(Vllm.name, {})]):
+            cells = [_shown(one := ours.get(load))]
+            for peer in (Vllm.name, TRANSFORMERS):
+                other = by_system.get(peer, {}).get(load)
+                both = isinstance(one, float) and isinstance(other, float)
+                cells += [_shown(other), f"{one / other:.2f}" if both else ""]  # type: ignore[operator]
+            lines.append(f"| {model} | {load} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _shown(value: float | str | None) -> str:
+    return f"{value:.1f}" if isinstance(value, float) else value or ""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", type=Path, metavar="DIR", help="the folder of vLLM's CPU build")
+    parser.add_argument("--transformers", action="store_true", help="measure transformers as well")
     parser.add_argument("--models", default=",".join(KINDS), help=f"names, of {', '.join(KINDS)}")
     parser.add_argument("--loads", choices=("all", "none"), default="all")
     parser.add_argument("--rounds", type=int, default=1, help="how often each load is run (default 1)")
@@ -104,7 +133,9 @@ def main() -> None:
     for model in models:
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary) / "model"
-            results[model] = figures_of(model, folder, arguments.peer, arguments.rounds, loads)
+            results[model] = figures_of(
+                model, folder, arguments.peer, arguments.rounds, loads, beside_transformers=arguments.transformers
+            )
         sys.stdout.write(table({model: results[model]}) + "\n\n")
         sys.stdout.flush()
     sys.stdout.write(json.dumps(results) + "\n")

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.loads.load import Load
 
@@ -12,8 +12,13 @@ from bench.loads.load import Load
 class Transformers:
     name = "transformers"
 
-    def __init__(self, directory: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
+    def __init__(self, directory: Path, *, random_weights: bool = False) -> None:
+        """random_weights: the directory has only config.json."""
+        if random_weights:
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.bfloat16)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+        self._model = model.eval()
 
     @torch.inference_mode()
     def output_tokens_per_second(self, load: Load) -> float:
