@@ -37,8 +37,10 @@ _DELTA = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }  # fmt: skip
-_EXPERTS = {
-    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20,
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_QWEN3_VL = {
+    "hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 48, "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0, 1],
 }  # fmt: skip
 _SIDES: dict[str, Any] = {
     "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 28,
@@ -172,11 +174,12 @@ FAMILIES: Mapping[str, Family] = {
          "fullatt_block_indexes": [1]},
         _QWEN_TEXT | {"rope_parameters": _SECTIONS},
     ),
-    "qwen3_vl": _qwen(
-        {"hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 48, "num_position_embeddings": 16,
-         "deepstack_visual_indexes": [0, 1]},
-        _TEXT | {"rope_parameters": {**_SECTIONS, "mrope_interleaved": True}}, "Qwen3VL",
-    ),
+    "qwen3_vl": _qwen(_QWEN3_VL, _TEXT | {"rope_parameters": {**_SECTIONS, "mrope_interleaved": True}}, "Qwen3VL"),
+    **dict.fromkeys(("qwen3_vl_moe", "qwen3_vl_moe as transformers saves it"), _qwen(
+        _QWEN3_VL,
+        _TEXT | _EXPERTS | {"mlp_only_layers": [1], "rope_parameters": {**_SECTIONS, "mrope_interleaved": True}},
+        "Qwen3VL",
+    )),
     "qwen3_5": _qwen(
         {"hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 48, "num_position_embeddings": 16},
         _TEXT | _DELTA | {"head_dim": 32, "rope_parameters": {
@@ -185,7 +188,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "qwen3_5_moe": _qwen(
         {"hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 48, "num_position_embeddings": 16},
-        _TEXT | _DELTA | _EXPERTS | {"head_dim": 32, "rope_parameters": {
+        _TEXT | _DELTA | _EXPERTS | {"head_dim": 32, "shared_expert_intermediate_size": 20, "rope_parameters": {
             **_SECTIONS, "mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.25}},
         "Qwen3VL",
     ),
@@ -215,6 +218,10 @@ def make_model(path: Path, name: str) -> Path:
         weights = load_file(path / "model.safetensors")
         named = {key.replace("vision_tower.", "vision_tower.vision_model."): value for key, value in weights.items()}
         save_file(named, path / "model.safetensors", {"format": "pt"})
+    if name == "qwen3_vl_moe":  # published files have experts' inputs before their outputs
+        weights = load_file(path / "model.safetensors")
+        turned = {key: value.mT.contiguous() if ".experts." in key else value for key, value in weights.items()}
+        save_file(turned, path / "model.safetensors", {"format": "pt"})
     words = {"\n": 2, "\n\n": 3} | {f"t{number}": number for number in range(WORDS) if number not in (2, 3)}
     tokenizer = Tokenizer(WordLevel(words, "t0"))
     tokenizer.add_special_tokens(SPECIAL)

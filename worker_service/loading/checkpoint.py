@@ -58,7 +58,7 @@ class Checkpoint:
             files = weights = WeightFiles(path)
             in_mx_float4 = isinstance(quantization, dict) and quantization.get("quant_method") == METHOD
             if in_mx_float4 or (quantization is None and self.config.get("model_type") in FAMILIES):
-                weights = StackedFiles(files, quantization)
+                weights = StackedFiles(files, quantization, self.config.get("model_type"))
                 self.packed = weights.packed
             elif quantization is not None:
                 self.packed = _read_packed(files, quantization, path / "config.json")

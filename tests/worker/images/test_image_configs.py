@@ -113,11 +113,32 @@ QWEN2_5_VL: dict[str, Any] = {
         "temporal_patch_size": 2,
     },
 }  # fmt: skip
+QWEN3_VL_MOE: dict[str, Any] = {
+    "architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe", "image_token_id": 151655,
+    "video_token_id": 151656, "vision_start_token_id": 151652, "vision_end_token_id": 151653,
+    "tie_word_embeddings": False, "transformers_version": "4.57.0.dev0",
+    "text_config": {
+        "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643, "decoder_sparse_step": 1,
+        "dtype": "bfloat16", "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+        "initializer_range": 0.02, "intermediate_size": 6144, "max_position_embeddings": 262144,
+        "mlp_only_layers": [], "model_type": "qwen3_vl_moe_text", "moe_intermediate_size": 768,
+        "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+        "num_hidden_layers": 48, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 5000000,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        "use_cache": True, "vocab_size": 151936,
+    },
+    "vision_config": {
+        "deepstack_visual_indexes": [8, 16, 24], "depth": 27, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 1152,
+        "in_channels": 3, "initializer_range": 0.02, "intermediate_size": 4304, "model_type": "qwen3_vl_moe",
+        "num_heads": 16, "num_position_embeddings": 2304, "out_hidden_size": 2048, "patch_size": 16,
+        "spatial_merge_size": 2, "temporal_patch_size": 2,
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "json",
-    [SMOLVLM, LLAVA, LLAVA_NEXT, LLAVA_ONEVISION, QWEN2_5_VL, GEMMA3, GEMMA4],
+    [SMOLVLM, LLAVA, LLAVA_NEXT, LLAVA_ONEVISION, QWEN2_5_VL, QWEN3_VL_MOE, GEMMA3, GEMMA4],
     ids=lambda json: json["model_type"],
 )
 def test_published_files_are_read(json: dict[str, Any]) -> None:
@@ -141,6 +162,10 @@ def test_published_files_are_read(json: dict[str, Any]) -> None:
         (LLAVA_NEXT | {"use_image_newline_parameter": False}, "use_image_newline_parameter = False"),
         (QWEN2_5_VL | {"odd": 1}, "odd = 1"),
         (GEMMA3 | {"text_config": {"model_type": []}}, r"text_config.model_type is \[\]; it must be the name"),
+        (
+            QWEN3_VL_MOE | {"text_config": QWEN3_VL_MOE["text_config"] | {"norm_topk_prob": False}},
+            "norm_topk_prob = False",
+        ),
     ],
     ids=str,
 )

@@ -116,6 +116,25 @@ def test_ranks_load_their_parts_of_experts(rank: int, packed: Path) -> None:
         assert torch.equal(place, cuts[name].of(whole[name]) if name in cuts else whole[name]), name
 
 
+@pytest.mark.parametrize("size", [24, 16], ids=["", "as wide as the hidden state"])
+def test_experts_with_outputs_before_inputs_are_told_by_both_stacks_of_a_layer(size: int, tmp_path: Path) -> None:
+    """Published files of Qwen3-VL have inputs first, and those of transformers 5 outputs."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl_moe"}))
+    experts = "model.language_model.layers.0.mlp.experts"
+    stacks = {f"{experts}.gate_up_proj": torch.randn(2, 2 * size, 32), f"{experts}.down_proj": torch.randn(2, 32, size)}
+    for turns in (False, True):
+        stored = {name: stack.mT.contiguous() if turns else stack for name, stack in stacks.items()}
+        save_file(stored, tmp_path / "model.safetensors")
+        places = {
+            f"model.layers.0.mlp.experts.{number}.{name.rpartition('.')[2]}.weight": torch.empty(stack.shape[1:])
+            for name, stack in stacks.items()
+            for number in range(2)
+        }
+        Checkpoint(tmp_path).load_into(places)
+        for place, expected in zip(places.values(), [each for stack in stacks.values() for each in stack], strict=True):
+            assert torch.equal(place, expected)
+
+
 def said_by(path: Path, chunk_lens: list[int]) -> list[int]:
     opened = network(path, dtype="bfloat16", block_size=LIMITS.block_size)
     cache = CacheEngine(opened.shape, LIMITS.num_device_blocks, 0, CPU)

@@ -30,7 +30,7 @@ from worker_service.read_keys import ReadKeys
 CPU = torch.device("cpu")
 UNKNOWN = {"kimi_k2", "mimo"}
 """Families that transformers does not know."""
-PARTS = {"qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_text"}
+PARTS = {"qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text"}
 """Families that transformers has only as the text network of a whole; tests of images compare the whole."""
 KNOWN = sorted(FAMILIES.keys() - UNKNOWN - PARTS)
 SMALL: dict[str, Any] = {

@@ -70,7 +70,9 @@ class WeightFiles:
         return {name: tensor.dtype for name, tensor in self._tensors.items()}
 
     def shape(self, name: str) -> Sequence[int]:
-        return self._tensors[name].shape
+        """Empty if there is no such tensor."""
+        found = self._find(name)
+        return () if found is None else found.shape
 
     def read(self, name: str) -> Tensor:
         """Read a whole tensor in its stored type."""

@@ -1,6 +1,7 @@
 """Reads experts that a checkpoint stores in stacks, one tensor for a projection of all experts of a layer.
 
 gpt-oss and Llama 4: experts.NAME, [experts, inputs, outputs], with biases experts.NAME_bias, [experts, outputs].
+Qwen3-VL: so, too; but [experts, outputs, inputs] if transformers 5 has saved the file.
 Gemma 4: experts.NAME, [experts, outputs, inputs].
 Granite: NAME.weight, [experts, outputs, inputs], beside the router.
 
@@ -24,7 +25,9 @@ from worker_service.loading.quantized.quantization_keys import FLAG, TEXTS, chec
 from worker_service.parallel.cut import UNCUT, Cut
 from worker_service.wording import named
 
-FAMILIES = ("gemma4", "gemma4_text", "gpt_oss", "granitemoehybrid", "llama4", "llama4_text")
+TURNED_BY_SOME = ("qwen3_vl_moe", "qwen3_vl_moe_text")
+"""Values of `model_type` of networks whose checkpoints store inputs before outputs, or outputs before inputs."""
+FAMILIES = ("gemma4", "gemma4_text", "gpt_oss", "granitemoehybrid", "llama4", "llama4_text", *TURNED_BY_SOME)
 """Values of `model_type` of networks whose checkpoints store experts so."""
 METHOD = "mxfp4"
 """The `quant_method` of config.json."""
@@ -113,9 +116,10 @@ class MxFloat4Experts(Mapping[str, QuantizedWeight]):
 class StackedFiles:
     """Weights of a checkpoint with stacked experts, for networks with floating-point weights. See `Weights`."""
 
-    def __init__(self, files: WeightFiles, config: Mapping[str, Any] | None) -> None:
-        """config: the quantization_config, or None. Raises StartError for an unknown key."""
+    def __init__(self, files: WeightFiles, config: Mapping[str, Any] | None, family: object = None) -> None:
+        """config: the quantization_config, or None. family: the `model_type`. Raises StartError for an unknown key."""
         self._files, self._narrow = files, MxFloat4Experts(files)
+        self._turned_by_some = family in TURNED_BY_SOME
         try:
             check_keys("", config or {}, _KEYS)
         except ValueError as error:
@@ -137,7 +141,7 @@ class StackedFiles:
             else:
                 shapes[part.stack] = tuple(cuts[name].shape if name in cuts else place.shape)
                 numbers[part.stack] = max(numbers.get(part.stack, 0), part.number + 1)
-                turned |= {part.stack} if part.is_turned else set()
+                turned |= {part.stack} if self._is_turned(part) else set()
         for stack, shape in shapes.items():
             if self._narrow.has(stack):
                 self._narrow.check(stack, numbers[stack], *shape)
@@ -172,4 +176,13 @@ class StackedFiles:
         if self._narrow.has(part.stack):
             return widened(self._narrow[name])
         stored = self._files.read_row(part.stack, part.number)
-        return stored.T if part.is_turned else stored
+        return stored.T if self._is_turned(part) else stored
+
+    def _is_turned(self, part: _Part) -> bool:
+        """Whether the stack has inputs before outputs. The shapes of a layer's two stacks show it together; one alone
+        may be square."""
+        if not (part.is_turned and self._turned_by_some):
+            return part.is_turned
+        experts, _, _ = part.stack.rpartition(".")
+        gate_up, down = (self._files.shape(f"{experts}.{name}") for name in ("gate_up_proj", "down_proj"))
+        return not (len(gate_up) == len(down) == 3 and gate_up[1] == 2 * down[2] and gate_up[2] == down[1])

@@ -22,6 +22,8 @@ class _Whole(NamedTuple):
     """Whether the text network may be of another family."""
     ties: bool = False
     """Whether embeddings and output head are tied if config.json does not say it."""
+    decides_ties: bool = False
+    """Whether the text network's part has no say in that: transformers writes its default into it."""
     pads: bool = False
     """Whether the text network reads padding in place of tokens for images and sounds."""
 
@@ -56,6 +58,7 @@ _FAMILIES = {
     "qwen3_5": _Whole("Qwen3_5", "qwen3_5_text", _OF_QWEN),
     "qwen3_5_moe": _Whole("Qwen3_5Moe", "qwen3_5_moe_text", _OF_QWEN),
     "qwen3_vl": _Whole("Qwen3VL", "qwen3_vl_text", _OF_QWEN),
+    "qwen3_vl_moe": _Whole("Qwen3VLMoe", "qwen3_vl_moe_text", _OF_QWEN, decides_ties=True),
     "smolvlm": _Whole("SmolVLM", "llama", _OF_IDEFICS, takes_others=True),
 }
 _REPEATED_BY_IDEFICS: Mapping[str, object] = {"qk_layer_norms": False, "use_resampler": False}
@@ -122,12 +125,13 @@ def text_part(json: Mapping[str, Any]) -> Mapping[str, Any]:
         if family not in _FLAT or text_family != family:
             raise ValueError(f"text_config describes a model {text_family}, not {whole.text}")
         text_family = whole.text
-    for name, value in shared.items() if not whole.takes_others else ():  # otherwise, the whole counts
+    whole_counts = whole.takes_others or whole.decides_ties
+    for name, value in shared.items() if not whole_counts else ():
         if text.get(name, value) != value:
             raise ValueError(f"{name} is {value} for the network, and {text[name]} in text_config")
     is_tied = family in _TIED_BY_TEXT and text.get("tie_word_embeddings") is True
-    if is_tied or (whole.ties and not shared):
-        shared = {"tie_word_embeddings": True}
+    if is_tied or ((whole.ties or whole.decides_ties) and not shared):
+        shared = {"tie_word_embeddings": is_tied or whole.ties}
     text = {name: value for name, value in text.items() if name != "architectures"}  # the family counts
     if whole.keys is _OF_IDEFICS:
         unused = {name: text[name] for name in _UNUSED_BY_IDEFICS if name in text}

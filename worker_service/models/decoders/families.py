@@ -30,6 +30,7 @@ from worker_service.models.decoders.readers.mixtures import (
     read_minimax_m2,
     read_mixtral,
     read_qwen3_moe,
+    read_qwen3_vl_moe,
 )
 from worker_service.models.decoders.states.families import FAMILIES_WITH_STATES
 from worker_service.read_keys import ReadKeys
@@ -184,6 +185,7 @@ FAMILIES: dict[str, Callable[[ReadKeys], DecoderConfig]] = FAMILIES_WITH_STATES 
     "qwen2_vl_text": _qwen2_vl,
     "qwen3": _qwen3,
     "qwen3_moe": read_qwen3_moe,
+    "qwen3_vl_moe_text": read_qwen3_vl_moe,
     "qwen3_vl_text": _qwen3_vl,
     "smollm3": _smollm3,
 }

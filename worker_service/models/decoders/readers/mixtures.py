@@ -3,7 +3,7 @@
 from kernels.linear.experts import Routing
 from kernels.ops import ClampedSwiglu
 from worker_service.models.config.config_limits import MAX_LAYERS
-from worker_service.models.config.rope import read_rope
+from worker_service.models.config.rope import read_axial_rope, read_rope
 from worker_service.models.decoders.decoder_config import DecoderConfig, Mixture, MixtureNames
 from worker_service.models.decoders.readers.family_keys import (
     head_dim_of,
@@ -78,7 +78,6 @@ def read_minimax_m2(json: ReadKeys) -> DecoderConfig:
 def read_qwen3_moe(json: ReadKeys) -> DecoderConfig:
     """Qwen3 with experts in all or most layers, and an optional window in all. (Yang et al., 2025.)"""
     json.neutral(use_qk_norm=True)
-    num_layers, interval = num_layers_of(json), json.integer("decoder_sparse_step", 1)
     mixture = Mixture(
         num_experts=num_experts_of(json, 128),
         num_chosen=read_size(json, "num_experts_per_tok", 8),
@@ -86,9 +85,7 @@ def read_qwen3_moe(json: ReadKeys) -> DecoderConfig:
         renormalise=json.boolean("norm_topk_prob", False),
         names=MixtureNames("mlp.gate", "mlp.experts", gate="gate_proj", up="up_proj", down="down_proj"),
     )
-    dense = json.integers("mlp_only_layers", least=0, most=MAX_LAYERS) or ()
-    has_experts = [number not in dense and (number + 1) % interval == 0 for number in range(num_layers)]
-    window = window_of(json, 4096)
+    num_layers, window = num_layers_of(json), window_of(json, 4096)
     if window is None:
         json.without_effect("max_window_layers")
     attention_bias = json.boolean("attention_bias", False)
@@ -99,8 +96,39 @@ def read_qwen3_moe(json: ReadKeys) -> DecoderConfig:
         qkv_bias=attention_bias,
         out_bias=attention_bias,
         windows=[window] * num_layers,
-        mixtures=[mixture if has else None for has in has_experts],
+        mixtures=_in_qwen_layers(json, mixture),
     )
+
+
+def read_qwen3_vl_moe(json: ReadKeys) -> DecoderConfig:
+    """Qwen3-MoE with positions in three axes, experts in stacks, and without windows. (Qwen Team, 2025.)"""
+    json.neutral(norm_topk_prob=True)  # published, and always so
+    mixture = Mixture(
+        num_experts=num_experts_of(json, 60),
+        num_chosen=read_size(json, "num_experts_per_tok", 4),
+        intermediate_size=read_size(json, "moe_intermediate_size", 1408),
+        renormalise=True,
+        names=MixtureNames("mlp.gate", "mlp.experts", gate="gate_up_proj", up=None, down="down_proj"),
+    )
+    attention_bias = json.boolean("attention_bias", False)
+    rope = read_axial_rope(json, head_dim_of(json), 500_000.0, sections=(24, 20, 20), is_interleaved=True)
+    return read_layers(
+        json,
+        qk_norm="head",
+        num_kv_heads=16,
+        qkv_bias=attention_bias,
+        out_bias=attention_bias,
+        ropes=[rope] * num_layers_of(json),
+        mixtures=_in_qwen_layers(json, mixture),
+    )
+
+
+def _in_qwen_layers(json: ReadKeys, mixture: Mixture) -> list[Mixture | None]:
+    """The mixture of each layer, or None for a dense layer."""
+    interval = json.integer("decoder_sparse_step", 1)
+    dense = json.integers("mlp_only_layers", least=0, most=MAX_LAYERS) or ()
+    has_experts = (number not in dense and (number + 1) % interval == 0 for number in range(num_layers_of(json)))
+    return [mixture if has else None for has in has_experts]
 
 
 _GPT_OSS_ROPE = {
