@@ -27,7 +27,9 @@ NAMES = (
 _OF_IMAGES = ("preprocessor_config.json", "processor_config.json")
 """Files that only models with images or sounds in prompts send. Other models, such as Whisper, keep their
 fingerprint."""
-_SLOW = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
+_TEKKEN = "tekken.json"
+"""The tokenizer in Mistral's own format."""
+_SLOW = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", _TEKKEN)
 _TEXTS = (".json", ".jinja", ".model", ".txt")
 _PIECE_BYTES = 1 << 20
 
@@ -106,7 +108,13 @@ def _convert(path: Path, cache: Path) -> Path:
         from transformers import AutoTokenizer
 
         try:
-            AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True).save_pretrained(folder)
+            if (path / _TEKKEN).is_file():  # AutoTokenizer would use mistral-common if it is installed
+                from transformers.integrations.mistral import convert_tekken_tokenizer
+
+                tokenizer = convert_tekken_tokenizer(str(path / _TEKKEN))
+            else:
+                tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+            tokenizer.save_pretrained(folder)
         except Exception as error:  # transformers may raise any error
             raise StartError(
                 f"the tokenizer in {path} cannot be converted to tokenizer.json: {reason(error)}"
