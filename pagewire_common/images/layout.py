@@ -44,6 +44,7 @@ class ImageLayouts:
     `attends_both_ways`: whether the tokens of a part attend to each other in both directions.
     `newlines`: the tokens of no newline, of one, of two, and so on, for families whose layouts begin or end with
     newlines, which the tokenizer joins with the text's.
+    `max_samples`: the samples of one sound at most, for families that read sounds.
     `beside`: like `of`, for an image beside other images in its prompt, if its tokens differ from an only image's.
     The layout's parts have the numbers from `BESIDE`.
     """
@@ -55,6 +56,7 @@ class ImageLayouts:
     attends_both_ways: bool = False
     newlines: Sequence[Sequence[int]] = ()
     beside: Callable[[int, int], ImageLayout] | None = None
+    max_samples: int = 0
 
     def among(self, num_images: int, width: int, height: int) -> ImageLayout:
         """The layout of an image in a prompt of so many images. Raises ValueError like `of`."""

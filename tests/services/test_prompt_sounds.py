@@ -14,7 +14,7 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client.prompts import Image, Part, Sound, set_prompt
 from pagewire_common.calls.errors import RequestError
 from pagewire_common.images.layout import ImageLayouts
-from pagewire_common.sounds.families import sound_layout
+from pagewire_common.sounds.families import MAX_SAMPLES, WINDOW, sound_layout, voxtral_layout
 from scheduler_service.frontend.calls.generation import check_request
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output.request_memory import request_bytes
@@ -25,7 +25,9 @@ TEMPLATE = (
 )
 SOUND = Sound(wav(0.3))
 NUM_TOKENS = 7
-LAYOUTS = ImageLayouts("fake", 259, 259, partial(sound_layout, 259))
+LAYOUTS = ImageLayouts("fake", 259, 259, partial(sound_layout, 259), max_samples=WINDOW)
+OF_WINDOWS = ImageLayouts("fake", 259, 259, partial(voxtral_layout, 5, 259), max_samples=MAX_SAMPLES)
+"""Layouts with 5 tokens for each window."""
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +58,16 @@ async def test_a_sound_is_an_item_of_its_samples(model: ServedModel) -> None:
     assert first.image == (4800, 1, 0)
     found = np.frombuffer(first.data, dtype="<f4")
     assert np.abs(found - samples(0.3)).max() < 1e-4
+
+
+async def test_a_sound_may_have_many_windows(model: ServedModel) -> None:
+    model, sound = replace(model, sounds=OF_WINDOWS, encoder_cache_size=5), samples(40)
+    checked = await check_request(request([5, 6], Sound(file_of(sound)), [7], SOUND), "a", model)
+    assert [(item.start, item.num_embeddings, item.image) for item in checked.items] == [
+        (2, 5, (len(sound), 1, 0)), (7, 5, (len(sound), 1, 1)), (13, 5, (4800, 1, 0)),
+    ]  # fmt: skip
+    assert checked.items[0].digest == checked.items[1].digest
+    assert np.abs(np.frombuffer(checked.items[0].data, dtype="<f4") - sound).max() < 1e-4
 
 
 async def test_channels_are_mixed_and_rates_converted(model: ServedModel) -> None:
@@ -102,6 +114,11 @@ REFUSED: dict[str, tuple[pb.GenerateRequest, Change, str]] = {
         request(SOUND, sampling=pb.SamplingParams(prompt_logprobs=1)),
         lambda model: model,
         "sampling.prompt_logprobs is not possible with parts",
+    ),
+    "longer than sounds of many windows": (
+        request([5], Sound(wav(241))),
+        lambda model: replace(model, sounds=OF_WINDOWS),
+        "parts[1].sound: data is a sound of 241 s or more; at most 240 s are allowed",
     ),
     "many tokens": (
         request(SOUND),
@@ -150,3 +167,5 @@ async def test_sounds_of_a_request_have_limits_together(model: ServedModel, monk
 def test_samples_count_as_memory_of_the_request() -> None:
     for one, two in ((request(SOUND), request(SOUND, SOUND)), (chat(SOUND), chat(SOUND, SOUND))):
         assert request_bytes(two) - request_bytes(one) >= 3 * 30 * 16_000 * 4
+        longer = request_bytes(one, samples_of_sound=MAX_SAMPLES) - request_bytes(one)
+        assert longer == 3 * (240 - 30) * 16_000 * 4

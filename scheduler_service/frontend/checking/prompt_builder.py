@@ -70,7 +70,7 @@ class PromptBuilder:
             invalid(f"{name} is one sound too many; at most {MAX_SOUNDS} are allowed")
         if self._num_sound_bytes > MAX_BYTES:
             invalid(f"the sounds up to {name} have {self._num_sound_bytes} bytes; at most {MAX_BYTES} are allowed")
-        digest, num_samples, samples = await read_samples(name, data)
+        digest, num_samples, samples = await read_samples(name, data, layouts.max_samples)
         self._num_samples += num_samples
         if self._num_samples > MAX_SAMPLES:
             seconds, most = self._num_samples / SAMPLE_RATE, MAX_SAMPLES / SAMPLE_RATE

@@ -7,20 +7,24 @@ transformers' code, while the device computes other steps.
 import asyncio
 import hashlib
 
+import numpy as np
+
 from pagewire_common.sounds.families import SAMPLE_RATE, WINDOW
 from scheduler_service.frontend.checking.checks import invalid
 from scheduler_service.frontend.speech.sound import Sound
 from scheduler_service.frontend.speech.sound_error import SoundError
 
 
-async def read_samples(name: str, data: bytes) -> tuple[bytes, int, bytes]:
-    """A digest, the number of samples, and the samples of a sound of at most 30 s. Raises RequestError."""
+async def read_samples(name: str, data: bytes, most: int) -> tuple[bytes, int, bytes]:
+    """A digest, the number of samples, and the samples of a sound of at most `most` samples, a multiple of `WINDOW`.
+    Raises RequestError."""
 
     def read() -> tuple[bytes, int, bytes]:
-        sound = Sound(data, WINDOW / SAMPLE_RATE)
-        found = sound.window(0, WINDOW)
-        sound.window(WINDOW, WINDOW)  # refuses a longer sound even if its header states a shorter length
-        samples = found.astype("<f4").tobytes()
+        sound = Sound(data, most / SAMPLE_RATE)
+        # The last window refuses a longer sound even if its header states a shorter length.
+        windows = [sound.window(start, WINDOW) for start in range(0, most + WINDOW, WINDOW)]
+        found = np.concatenate(windows)[:most]
+        samples = found.astype("<f4", copy=False).tobytes()
         return hashlib.sha256(b"sound " + samples).digest(), len(found), samples
 
     try:

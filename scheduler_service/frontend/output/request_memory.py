@@ -39,8 +39,9 @@ STRING_BYTES = 50
 """Bytes of a token's text as a separate string."""
 
 
-def request_bytes(message: pb.GenerateRequest, num_bytes: int = 0) -> int:
-    """An upper bound of a request's bytes until its stream is closed. `num_bytes`: bytes of the message, if known."""
+def request_bytes(message: pb.GenerateRequest, num_bytes: int = 0, *, samples_of_sound: int = WINDOW) -> int:
+    """An upper bound of a request's bytes until its stream is closed. `num_bytes`: bytes of the message, if known.
+    `samples_of_sound`: see `ImageLayouts.max_samples`."""
     sampling = message.sampling
     num_numbers = len(message.token_ids.ids) + len(sampling.allowed_token_ids) + 8 * len(sampling.logit_bias)
     num_numbers += len(message.encoder_token_ids.ids)
@@ -54,7 +55,7 @@ def request_bytes(message: pb.GenerateRequest, num_bytes: int = 0) -> int:
         num_characters += len(part.text)
         num_item_bytes += len(part.prompt_embeds) + len(part.image.data) + len(part.sound.data)
         num_sounds += part.HasField("sound")
-    num_item_bytes += SAMPLE_BYTES * min(WINDOW * num_sounds, MAX_SAMPLES)
+    num_item_bytes += SAMPLE_BYTES * min(samples_of_sound * num_sounds, MAX_SAMPLES)
     num_outputs = max(1, sampling.n, sampling.best_of, sampling.beam_width)
     return (
         REQUEST_BYTES

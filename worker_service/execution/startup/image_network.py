@@ -82,7 +82,7 @@ class ImageNetwork:
 
         tower, folder = self.build(device), self.checkpoint.path
         config = self.config
-        reader = PixelReader(folder, config) if isinstance(config, ImageConfig) else SoundReader(folder)
+        reader = PixelReader(folder, config) if isinstance(config, ImageConfig) else SoundReader(folder, config)
         self.checkpoint.load_into(tower.checkpoint_tensors())
         tower.pack()
         layouts, begin = self.layouts, reader_process().begin

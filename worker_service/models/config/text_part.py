@@ -41,6 +41,7 @@ _OF_GEMMA4 = frozenset({"audio_config", "audio_ms_per_token", "audio_soft_tokens
                         "image_token_id", "video_token_id", "vision_config", "vision_soft_tokens_per_image",
                         "vision_soft_tokens_per_video_frame"})  # fmt: skip
 _OF_AUDIO = frozenset({"audio_config", "audio_token_id", "audio_token_index", "ignore_index"})
+_OF_VOXTRAL = frozenset({"audio_config", "audio_token_id", "projector_hidden_act"})
 _FAMILIES = {
     "gemma3": _Whole("Gemma3", "gemma3_text", _OF_LLAMA4 | {"mm_tokens_per_image"}, ties=True),
     "gemma4": _Whole("Gemma4", "gemma4_text", _OF_GEMMA4, ties=True, pads=True),
@@ -60,6 +61,7 @@ _FAMILIES = {
     "qwen3_vl": _Whole("Qwen3VL", "qwen3_vl_text", _OF_QWEN),
     "qwen3_vl_moe": _Whole("Qwen3VLMoe", "qwen3_vl_moe_text", _OF_QWEN, decides_ties=True),
     "smolvlm": _Whole("SmolVLM", "llama", _OF_IDEFICS, takes_others=True),
+    "voxtral": _Whole("Voxtral", "llama", _OF_VOXTRAL, takes_others=True),
 }
 _REPEATED_BY_IDEFICS: Mapping[str, object] = {"qk_layer_norms": False, "use_resampler": False}
 """Keys of text_config that are not the text network's, with the only value allowed."""
@@ -86,8 +88,14 @@ _DEFAULTS: Mapping[str, Mapping[str, object]] = {
         "hidden_size": 4096, "intermediate_size": 14_336, "max_position_embeddings": 131_072,
         "num_attention_heads": 32, "num_hidden_layers": 32, "vocab_size": 32_000,
     },
+    "voxtral": {
+        "head_dim": 128, "hidden_size": 3072, "intermediate_size": 8192, "max_position_embeddings": 131_072,
+        "num_hidden_layers": 30, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e8,
+        "vocab_size": 131_072,
+    },
 }  # fmt: skip
-"""Sizes that published files leave out, because they are transformers' defaults."""
+"""Values that published files leave out, because they are transformers' defaults: of a family of text networks, or of
+a family of wholes, whatever its text network is."""
 TENSORS_OF_IMAGES = (
     r"^(model\.)?(audio_tower|connector|embed_(audio|vision)|image_newline|multi_modal_projector"
     r"|vision_(embedder|model|tower)|visual)(\.|$)",
@@ -115,7 +123,8 @@ def text_part(json: Mapping[str, Any]) -> Mapping[str, Any]:
         return json
     shared = {name: json[name] for name in ("tie_word_embeddings",) if name in json}
     known = {"architectures", "model_type", "text_config", *whole.keys, *shared, *HARMLESS}
-    neutral = {"vocab_size": text.get("vocab_size"), "use_image_newline_parameter": True}  # repeated; always so
+    repeated = {name: text.get(name) for name in ("hidden_size", "vocab_size")}
+    neutral = {**repeated, "use_image_newline_parameter": True}  # always so
     known |= {name for name, value in neutral.items() if json.get(name) == value}
     refuse({name: value for name, value in json.items() if name not in known}, family)
     text_family = text.get("model_type", whole.text)
@@ -137,7 +146,10 @@ def text_part(json: Mapping[str, Any]) -> Mapping[str, Any]:
         unused = {name: text[name] for name in _UNUSED_BY_IDEFICS if name in text}
         neutral = {**_REPEATED_BY_IDEFICS, **unused, "pixel_shuffle_factor": json.get("scale_factor", 2)}
         text = {name: value for name, value in text.items() if name not in neutral or value != neutral[name]}
-    text = {**_DEFAULTS.get(text_family, {}), **text, **shared, "model_type": text_family}
+    defaults = {**_DEFAULTS.get(text_family, {}), **_DEFAULTS.get(family, {})}
+    if isinstance(ropes := text.get("rope_parameters") or text.get("rope_scaling"), Mapping) and "rope_theta" in ropes:
+        defaults.pop("rope_theta", None)
+    text = {**defaults, **text, **shared, "model_type": text_family}
     return {name: _without_mrope(value) if name in _ROPES else value for name, value in text.items()}
 
 

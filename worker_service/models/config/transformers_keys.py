@@ -68,6 +68,8 @@ _ONLY: Mapping[str, Mapping[str, object]] = {
         "attn_config.attn_uses_sequence_id": False, "attn_config.prefix_lm": False, "attn_config.qk_ln": False,
         "embedding_fraction": 1.0, "expansion_ratio": 4, "logit_scale": None, "no_bias": True,
     },
+    "qwen2_audio_encoder": {"scale_embedding": False},
+    "voxtral_encoder": {"scale_embedding": False},
 }  # fmt: skip
 """Fields of transformers' classes that their code does not read, by family, with the value that the code implements."""
 
