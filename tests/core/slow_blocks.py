@@ -88,8 +88,8 @@ class SlowBlocks:
             self.drop_blocks(table, pool=pool)
         if pool == "device" and self.has_states and self.config.prefix_caching:
             last = sequence.kept_page or (sequence.num_prompt_tokens - 1) // self.config.block_size
-            for block in self.free_states(sequence, last):  # evicted no earlier than those
-                self.let_go["device"].remove(block)
+            for block in self.free_states(sequence, sequence.num_shared) + self.free_states(sequence, last):
+                self.let_go["device"].remove(block)  # evicted no earlier than those
                 self.let_go["device"].append(block)
 
     def free_states(self, sequence: SlowSequence, num_pages: int) -> list[Block]:
@@ -207,14 +207,8 @@ class SlowBlocks:
     def cached(self, sequence: SlowSequence) -> tuple[int, list[Table]]:
         """The pages of the longest prefix of which all groups of layers have the blocks that later tokens attend to,
         and those blocks."""
-        most = self.most_cached(sequence)
-        if self.has_states and len(sequence.group.live) > 1:  # its states are shared before the last prompt token
-            most = min(most, max(0, len(sequence.group.prompt) - 2) // self.config.block_size)
-        elif any(layers.window for layers in self.layers) and len(sequence.group.live) > 1:  # others share its windows
-            at_fork = min(len(sequence.group.prompt), *(len(other.token_ids) - 1 for other in sequence.group.live))
-            most = min(most, at_fork // self.config.block_size)
         shared: int | None = None
-        for num_pages in range(most, -1, -1):
+        for num_pages in range(self.most_begun_with(sequence), -1, -1):
             tables = [self.cached_table(sequence, number, num_pages) for number in range(len(self.layers))]
             lacks = [layers.has_states for layers, table in zip(self.layers, tables, strict=True) if table is None]
             if all(lacks) and shared is None:
@@ -223,6 +217,16 @@ class SlowBlocks:
                 sequence.num_shared = shared
                 return num_pages, tables
         raise AssertionError("no block is lacking of no tokens")
+
+    def most_begun_with(self, sequence: SlowSequence) -> int:
+        """Pages that a sequence may begin with so that the others of its group can share what they need of it."""
+        most = self.most_cached(sequence)
+        if self.has_states and len(sequence.group.live) > 1:  # its states are shared before the last prompt token
+            most = min(most, max(0, len(sequence.group.prompt) - 2) // self.config.block_size)
+        elif any(layers.window for layers in self.layers) and len(sequence.group.live) > 1:  # others share its windows
+            at_fork = min(len(sequence.group.prompt), *(len(other.token_ids) - 1 for other in sequence.group.live))
+            most = min(most, at_fork // self.config.block_size)
+        return most
 
     def cached_table(self, sequence: SlowSequence, number: int, num_pages: int) -> Table | None:
         if self.layers[number].has_states:
@@ -495,13 +499,17 @@ class SlowBlocks:
 
     def num_tokens_to_recompute(self, group: SlowGroup) -> int:
         leader, *followers = group.live
-        kept = 0
-        for page in range(0 if self.has_states else self.most_cached(leader)):
-            if self.find(self.key_of_page(leader, page)) not in self.held("device", but_by=[group]):
-                break
-            kept += self.config.block_size
-        in_outputs = max(0, leader.computed - kept) + sum(max(0, f.computed - f.num_prompt_tokens) for f in followers)
         held, encoded = self.held("device", but_by=[group]), self.cached_encoder(group)
+
+        def is_kept(number: int, num_pages: int) -> bool:
+            """Whether others hold what tokens after these pages attend to. States are cached without a holder."""
+            table = self.cached_table(leader, number, num_pages)
+            return table is not None and (self.layers[number].has_states or {*table} <= held | {None})
+
+        numbers = range(len(self.layers))
+        pages = [n for n in range(self.most_begun_with(leader) + 1) if all(is_kept(number, n) for number in numbers)]
+        kept = pages[-1] * self.config.block_size
+        in_outputs = max(0, leader.computed - kept) + sum(max(0, f.computed - f.num_prompt_tokens) for f in followers)
         if group.encoder is None or (encoded and all(block in held for block in encoded)):
             return in_outputs
         return in_outputs + group.encoder.computed

@@ -10,7 +10,7 @@ window have the last ones, groups with states have the states after the prefix, 
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
@@ -45,6 +45,8 @@ class CachedPrefix(NamedTuple):
 
 _TaggedGroup = tuple[LayerGroup, list[bytes]]
 """A group of layers, and the tags of a key's blocks."""
+Find = Callable[[bytes], int | None]
+"""Finds the block of a key and a tag."""
 
 
 class PrefixCache:
@@ -263,20 +265,7 @@ class PrefixCache:
         if self._is_plain:
             run = blocks.find_run(keys)
             return CachedPrefix(num_tokens := len(run) * self.block_size, num_tokens, [run], run)
-        end = len(keys)
-        if self._has_states and len(sequence.group.live) > 1:
-            # A chunk of the leader ends before the last prompt token, and then its states are forked.
-            end = min(end, max(0, sequence.num_prompt_tokens - 2) // self.block_size)
-        elif self._has_windows and len(live := sequence.group.live) > 1:
-            # Followers need the window before the first token that they compute themselves.
-            first = min(sequence.num_prompt_tokens, *(one.num_tokens - 1 for one in live))
-            end = min(end, first // self.block_size)
-        # Without windows, a shorter prefix needs no other blocks.
-        end = shared = self._longest(keys, self._longest(keys, end, self._whole), self._recent)
-        while self._has_states:
-            with_states = self.last_states(keys, end)
-            if (end := self._longest(keys, with_states, self._recent)) == with_states:
-                break
+        end, shared = self._longest_cached(sequence, keys, blocks.find)
         tables: list[list[int]] = []
         for layers, tags in zip(self._layers, self._tags, strict=True):
             if layers.has_states:
@@ -288,6 +277,33 @@ class PrefixCache:
             tables.append([NO_BLOCK] * first + [block for block in found if block is not None])
         found_blocks = [block for table in tables for block in table if block != NO_BLOCK]
         return CachedPrefix(end * self.block_size, shared * self.block_size, tables, found_blocks)
+
+    def num_kept_tokens(self, sequence: Sequence, find: Find) -> int:
+        """Tokens that a sequence would find if `find` found all blocks with keys and values. Cached states count as
+        kept: `StateBlocks.outlive` lets them be evicted after the sequence's own blocks."""
+        keys = self.keys.cacheable(sequence)
+        if self._is_plain:
+            return sum(1 for _ in itertools.takewhile(lambda key: find(key) is not None, keys)) * self.block_size
+        return self._longest_cached(sequence, keys, find)[0] * self.block_size
+
+    def _longest_cached(self, sequence: Sequence, keys: SequenceOf[bytes], find: Find) -> tuple[int, int]:
+        """The largest number of keys after which tokens find all blocks in all groups of layers, and in those without
+        states."""
+        end = len(keys)
+        if self._has_states and len(sequence.group.live) > 1:
+            # A chunk of the leader ends before the last prompt token, and then its states are forked.
+            end = min(end, max(0, sequence.num_prompt_tokens - 2) // self.block_size)
+        elif self._has_windows and len(live := sequence.group.live) > 1:
+            # Followers need the window before the first token that they compute themselves.
+            first = min(sequence.num_prompt_tokens, *(one.num_tokens - 1 for one in live))
+            end = min(end, first // self.block_size)
+        # Without windows, a shorter prefix needs no other blocks.
+        end = shared = self._longest(keys, self._longest(keys, end, self._whole, find), self._recent, find)
+        while self._has_states:
+            with_states = self.last_states(keys, end)
+            if (end := self._longest(keys, with_states, self._recent, find)) == with_states:
+                break
+        return end, shared
 
     def last_states(self, keys: SequenceOf[bytes], end: int) -> int:
         """The largest number of keys, at most `end`, after which states are cached."""
@@ -301,16 +317,15 @@ class PrefixCache:
         places = (place for key, place in self._state_places.items() if place < end and keys[place] == key)
         return max((place + 1 for place in places if are_found(place)), default=0)
 
-    def _longest(self, keys: SequenceOf[bytes], end: int, groups: SequenceOf[_TaggedGroup]) -> int:
+    def _longest(self, keys: SequenceOf[bytes], end: int, groups: SequenceOf[_TaggedGroup], find: Find) -> int:
         """The largest number of keys, at most `end`, after which tokens find all blocks that they need in `groups`."""
-        while (missing := self._missing(keys, end, groups)) is not None:
+        while (missing := self._missing(keys, end, groups, find)) is not None:
             end = missing
         return end
 
-    def _missing(self, keys: SequenceOf[bytes], end: int, groups: SequenceOf[_TaggedGroup]) -> int | None:
+    def _missing(self, keys: SequenceOf[bytes], end: int, groups: SequenceOf[_TaggedGroup], find: Find) -> int | None:
         """The first key before `end` of which a group of layers lacks a block that tokens after `end` need; None if
         none is lacking. A longer prefix than that key's would lack the block, too."""
-        find = self._device.blocks.find
         for layers, tags in groups:
             for place in range(layers.first_needed(end * self.block_size), end * len(tags)):
                 if find(keys[place // len(tags)] + tags[place % len(tags)]) is None:

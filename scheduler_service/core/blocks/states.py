@@ -158,11 +158,12 @@ class StateBlocks:
             self._release(sequence, is_sound=is_sound)
 
     def outlive(self, sequence: Sequence) -> None:
-        """Call after a sequence's blocks are freed. Its last kept states are then evicted no earlier than these."""
-        num_tokens = sequence.num_kept_tokens or sequence.num_prompt_tokens - 1
-        for block in self._cache.free_states(sequence, num_tokens):
-            self._device.share(block)
-            self._device.free(block)
+        """Call after a sequence's blocks are freed. Its last kept states, and those after its prefix that others have,
+        are then evicted no earlier than these."""
+        for num_tokens in (sequence.num_shared_tokens, sequence.num_kept_tokens or sequence.num_prompt_tokens - 1):
+            for block in self._cache.free_states(sequence, num_tokens):
+                self._device.share(block)
+                self._device.free(block)
 
     def late(self, sequence: Sequence) -> None:
         """Forget states that a step in flight keeps: the late token has not changed them yet."""
