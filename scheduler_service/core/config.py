@@ -54,6 +54,13 @@ class LayerGroup(NamedTuple):
         return not self.block_size
 
     @property
+    def kind(self) -> str:
+        """For people: full, window W or chunk C (in tokens), or states."""
+        if self.has_states:
+            return "states"
+        return f"{'chunk' if self.chunked else 'window'} {self.window}" if self.window else "full"
+
+    @property
     def room(self) -> int:
         """Tokens that a block has room for."""
         return self.block_size or ANY_NUMBER

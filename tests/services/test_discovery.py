@@ -212,7 +212,7 @@ async def test_a_worker_behind_two_addresses_is_connected_once(byte_tokenizer_di
     [
         ("model_fingerprint", "other", "the worker's model fingerprint is other; that of earlier workers is f"),
         ("dtype", "bfloat16", "the worker's dtype is bfloat16; that of earlier workers is float32"),
-        ("block_size", 16, "the worker's block size is 16; that of earlier workers is 8"),
+        ("block_size", 16, "the worker's block size is 16; that of earlier workers is 8; start it with --block-size 8"),
     ],
 )
 async def test_a_worker_that_differs_is_refused_and_shown_with_both_values(

@@ -1,6 +1,7 @@
 """The engine in this process, against workers over real gRPC that can be told to fail."""
 
 import asyncio
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from fake_worker_service import FakeWorkerService, serving
 from structlog.testing import capture_logs
 
 from pagewire.v1 import inference_service_pb2 as pb
+from pagewire.v1.scheduler_output_pb2 import LayerGroup
 from pagewire_common.calls.errors import RequestError
 from scheduler_service.core import SamplingParams
 from scheduler_service.engine.calls import requests as requests_module
@@ -50,10 +52,67 @@ async def test_a_step_smaller_than_the_workers_blocks_is_refused_with_both_sizes
 ) -> None:
     async with serving(FakeWorkerService(byte_tokenizer_directory)) as address:
         engine = Engine(SchedulerSettings(workers=[address], model="fake", max_num_batched_tokens=4))
-        reason = r"it cannot be scheduled: max_num_batched_tokens is 4; it must be at least block_size \(8\)"
+        reason = "it cannot be scheduled: --max-num-batched-tokens of this scheduler is 4; it must be at least 8, "
         with pytest.raises(WorkerError, match=reason):
             await WorkerLoop(engine.fleet, engine.workers.all[0])._serve()
         await engine.workers.all[0].client.close()
+
+
+WINDOWS = [LayerGroup(block_size=8), LayerGroup(block_size=4, window=16)]
+STATES = [LayerGroup(block_size=8), *[LayerGroup()] * 2]
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "block_size", "reason"),
+    [
+        (
+            [],
+            WINDOWS,
+            8,
+            "the worker's groups of layers are full (8 tokens a block), window 16 (4 tokens a block); those of earlier "
+            "workers are one for all (8 tokens a block); start the workers that have several groups with "
+            "--disable-hybrid-kv-cache-manager",
+        ),
+        (WINDOWS, [], 16, "one for all (16 tokens a block); those of earlier workers are full (8 tokens a block), "),
+        (WINDOWS, STATES, 8, "the worker's groups of layers are full (8 tokens a block), 2 x states; those of "),
+        (STATES, STATES[:2], 8, "2 x states; it needs the same --block-size, --max-model-len, "),
+        ([], [], 16, "the worker's block size is 16; that of earlier workers is 8; start it with --block-size 8"),
+    ],
+)
+async def test_a_worker_with_other_groups_of_layers_is_refused_with_both(
+    first: list[LayerGroup],
+    later: list[LayerGroup],
+    block_size: int,
+    reason: str,
+    byte_tokenizer_directory: Path,
+) -> None:
+    """As in a fleet of CPUs and GPUs: a GPU has several groups only if the model needs them."""
+    worker = FakeWorkerService(byte_tokenizer_directory)
+    worker.info.layer_groups.extend(first)
+    async with serving(worker) as address, running(address) as engine:
+        await engine.model()
+        client = engine.workers.all[0].client
+        await engine.fleet.agreement.accept(client, decode_worker_info(worker.info))
+        del worker.info.layer_groups[:]
+        worker.info.layer_groups.extend(later)
+        worker.info.block_size = block_size
+        with pytest.raises(WorkerError, match=re.escape(reason)):
+            await engine.fleet.agreement.accept(client, decode_worker_info(worker.info))
+
+
+async def test_a_step_smaller_than_a_block_with_states_is_refused_with_the_flag_and_both_sizes(
+    byte_tokenizer_directory: Path,
+) -> None:
+    worker = FakeWorkerService(byte_tokenizer_directory)
+    worker.info.block_size, worker.info.max_num_batched_tokens = 1168, 2048
+    worker.info.layer_groups.extend([LayerGroup(block_size=1168), LayerGroup()])
+    async with serving(worker) as address, running(address, max_num_batched_tokens=512) as engine:
+        (loop,) = engine.workers.all
+        await until(lambda: loop.last_error)
+    assert loop.last_error == (
+        "it cannot be scheduled: --max-num-batched-tokens of this scheduler is 512; it must be at least 1168, the "
+        "tokens of the worker's blocks, which follow from its --block-size and the model's groups of layers"
+    )
 
 
 async def test_a_worker_with_less_room_than_was_promised_is_refused(byte_tokenizer_directory: Path) -> None:

@@ -192,7 +192,7 @@ def test_a_worker_that_guesses_further_than_requests_were_promised_room_for_is_r
     settings = SchedulerSettings(model="fake")
     limits = model_limits(settings, worker_info())
     with pytest.raises(ValueError, match="the worker makes 8 drafts, but requests were promised room for 0"):
-        check_limits(limits, settings, worker_info(num_speculative_tokens=8))
+        check_limits(limits, (), settings, worker_info(num_speculative_tokens=8))
 
 
 async def test_a_worker_without_room_for_its_own_guesses_decides_nothing(byte_tokenizer_directory: Path) -> None:

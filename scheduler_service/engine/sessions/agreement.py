@@ -7,11 +7,12 @@ import structlog
 
 from pagewire.v1 import engine_service_pb2 as pb
 from scheduler_service.core import SchedulerConfig
-from scheduler_service.core.config import MAX_BLOCKS
+from scheduler_service.core.config import MAX_BLOCKS, LayerGroup
 from scheduler_service.engine.worker_link.client import WorkerClient
 from scheduler_service.engine.worker_link.errors import WorkerError
 from scheduler_service.engine.worker_link.limits import (
     check_limits,
+    layer_groups,
     model_limits,
     model_name,
     scheduler_config,
@@ -34,6 +35,7 @@ class Agreement:
         self._settings = settings
         self._model_name = model_name(settings.model) if settings.model is not None else ""
         self._limits: asyncio.Future[pb.ModelLimits] = asyncio.get_running_loop().create_future()
+        self._layer_groups: tuple[LayerGroup, ...] = ()  # of the first worker
         self._asked: asyncio.Event | None = None  # while the files are fetched
 
     async def wait_for_model(self) -> pb.ModelLimits:
@@ -60,7 +62,7 @@ class Agreement:
             log.warning("a flag is above the worker's limit, which counts", flag=flag, value=ours, limit=theirs)
         await self._learn_model(client, info)
         try:
-            check_limits(limits := self._limits.result(), self._settings, info)
+            check_limits(limits := self._limits.result(), self._layer_groups, self._settings, info)
         except ValueError as error:
             raise WorkerError(str(error)) from None
         return scheduler_config(self._settings, info, limits)
@@ -78,6 +80,7 @@ class Agreement:
             if not self._limits.done():
                 self.model_files = files
                 self._limits.set_result(model_limits(self._settings, info))
+                self._layer_groups = layer_groups(info)
                 self._model_name = info.model_id
         finally:
             asked.set()

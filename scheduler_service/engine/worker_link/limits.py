@@ -2,6 +2,8 @@
 
 import os
 import re
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from pagewire.v1.engine_service_pb2 import ModelLimits
@@ -116,12 +118,14 @@ def _max_image_tokens(settings: SchedulerSettings, info: WorkerInfo) -> int:
     return min(info.encoder_cache_size, most)
 
 
-def check_limits(limits: ModelLimits, settings: SchedulerSettings, info: WorkerInfo) -> None:
-    """Raise ValueError for another model, or limits below the served model's."""
+def check_limits(
+    limits: ModelLimits, groups: Sequence[LayerGroup], settings: SchedulerSettings, info: WorkerInfo
+) -> None:
+    """Raise ValueError for another model, another cache, or limits below the served model's. `groups`: the first
+    worker's groups of layers."""
     for name, ours, theirs in (
         ("model fingerprint", limits.fingerprint, info.model_fingerprint),
         ("dtype", limits.dtype, info.dtype),
-        ("block size", limits.block_size, info.block_size),
         ("size of a vector", limits.embedding_size, info.embedding_size),
         ("number of classes", limits.num_labels, info.num_labels),
         ("longest input of an encoder", limits.max_encoder_len, info.max_encoder_len),
@@ -129,6 +133,7 @@ def check_limits(limits: ModelLimits, settings: SchedulerSettings, info: WorkerI
     ):
         if ours != theirs:
             raise ValueError(f"the worker's {name} is {theirs}; that of earlier workers is {ours}")
+    _check_blocks(groups, limits.block_size, info)
     if limits.prompt_embeds_size not in (0, info.prompt_embeds_size):
         raise ValueError(
             f"the worker's size of prompt_embeds is {info.prompt_embeds_size}; that of earlier workers is "
@@ -161,6 +166,33 @@ def check_limits(limits: ModelLimits, settings: SchedulerSettings, info: WorkerI
             raise ValueError(f"the worker's {name} is {offered}; requests were promised {promised}")
 
 
+def _check_blocks(ours: Sequence[LayerGroup], block_size: int, info: WorkerInfo) -> None:
+    """Raise ValueError if a worker has other blocks than the first worker."""
+    theirs = layer_groups(info)
+    if [*theirs] != [*ours]:
+        if theirs and ours:
+            hint = "it needs the same --block-size, --max-model-len, --max-num-batched-tokens and --kv-cache-dtype"
+        else:
+            hint = "start the workers that have several groups with --disable-hybrid-kv-cache-manager"
+        raise ValueError(
+            f"the worker's groups of layers are {_in_words(theirs, info.block_size)}; those of earlier workers are "
+            f"{_in_words(ours, block_size)}; {hint}"
+        )
+    if info.block_size != block_size:
+        raise ValueError(
+            f"the worker's block size is {info.block_size}; that of earlier workers is {block_size}; start it with "
+            f"--block-size {block_size}"
+        )
+
+
+def _in_words(groups: Sequence[LayerGroup], block_size: int) -> str:
+    """The kinds of layers, with the tokens of a block."""
+    if not groups:
+        return f"one for all ({block_size} tokens a block)"
+    kinds = Counter(f"{one.kind} ({one.block_size} tokens a block)" if one.block_size else one.kind for one in groups)
+    return ", ".join(f"{number} x {kind}" if number > 1 else kind for kind, number in kinds.items())
+
+
 def num_places(info: WorkerInfo) -> int:
     """Adapters that a worker can hold: --max-cpu-loras if reported, else those of one step."""
     return (info.max_cpu_loras or info.max_loras) if info.max_loras else 0
@@ -182,6 +214,11 @@ def scheduler_config(
     if limits is not None:
         num_batched_tokens = min(num_batched_tokens, limits.max_num_batched_tokens)
         num_seqs = min(num_seqs, limits.max_num_seqs)
+    if (ours := settings.max_num_batched_tokens) is not None and ours < info.block_size and info.num_device_blocks:
+        raise ValueError(
+            f"--max-num-batched-tokens of this scheduler is {ours}; it must be at least {info.block_size}, the tokens "
+            "of the worker's blocks, which follow from its --block-size and the model's groups of layers"
+        )
     threshold = settings.long_prefill_token_threshold
     config = SchedulerConfig(
         block_size=info.block_size,
