@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,6 +103,8 @@ class View:
             fields["guessed_right"] = f"{_share_right(state.workers):.0%}"
         if any(worker.num_encoder_queries for worker in state.workers):
             fields["images_kept"] = f"{_share_kept(state.workers):.0%}"
+        for kind, blocks in _blocks_by_kind(state.workers).items():
+            fields[kind.replace(" ", "_")] = blocks
         words = [time.strftime("%H:%M:%S"), *(f"{name}={value}" for name, value in fields.items())]
         news = f"{self._news}\n" if self._has_news else ""
         error = f"\n{state.front_end_error}" if state.front_end_error else ""
@@ -114,7 +117,7 @@ class View:
         if self._sample is None:
             return Text(f"{self._target}: {self._news}")
         state = self._sample.state
-        parts: list[RenderableType] = [self._summary(state), self._workers(state)]
+        parts: list[RenderableType] = [self._summary(state), self._workers(state), *self._layer_groups(state)]
         if state.front_end_error:
             parts.append(Text(state.front_end_error, style="red"))
         if self._news:
@@ -175,6 +178,13 @@ class View:
             )
         return table
 
+    def _layer_groups(self, state: pb.ClusterState) -> Iterator[Text]:
+        """A line for each worker with several groups of layers."""
+        for worker in state.workers:
+            if blocks := _blocks_by_kind([worker]):
+                groups = ", ".join(f"{kind}: {numbers}" for kind, numbers in blocks.items())
+                yield Text(f"{worker.address}: blocks held+cached of layers {groups}")
+
 
 _NUMBERS = ("running", "swapped", "steps/s", "used", "host", "lost")
 
@@ -231,6 +241,18 @@ def _share_right(workers: Sequence[pb.WorkerState]) -> float:
 def _share_kept(workers: Sequence[pb.WorkerState]) -> float:
     """The share of needed images that were encoded already. At least one must have been needed."""
     return sum(worker.num_encoder_hits for worker in workers) / sum(worker.num_encoder_queries for worker in workers)
+
+
+def _blocks_by_kind(workers: Sequence[pb.WorkerState]) -> dict[str, str]:
+    """The blocks that sequences hold plus those that only the prefix cache keeps, by kind of layers. Workers with one
+    group of layers are left out."""
+    held, cached = Counter[str](), Counter[str]()
+    for worker in workers:
+        if len(worker.layer_groups) > 1:
+            for group in worker.layer_groups:
+                held[group.kind] += group.num_held_blocks
+                cached[group.kind] += group.num_cached_blocks
+    return {kind: f"{number}+{cached[kind]}" for kind, number in held.items()}
 
 
 def _share_cached(state: pb.ClusterState) -> float:

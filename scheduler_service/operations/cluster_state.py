@@ -1,7 +1,8 @@
 """The state of the scheduler and its workers, as a message for operators."""
 
 from pagewire.v1 import admin_service_pb2 as pb
-from scheduler_service.core import Balancer
+from scheduler_service.core import Balancer, Scheduler
+from scheduler_service.core.blocks.usage import layer_group_usage
 from scheduler_service.engine.front_ends.servicer import FrontEnds
 from scheduler_service.engine.worker_link.session import StepSplit
 from scheduler_service.engine.workers import Worker
@@ -68,7 +69,17 @@ def _encode_worker(worker: Worker) -> pb.WorkerState:
         state.num_host_blocks = scheduler.blocks.host.num_blocks
         state.num_free_host_blocks = scheduler.blocks.host.num_free
         state.num_preemptions += sum(scheduler.num_preemptions.values())
+        state.layer_groups.extend(_encode_layer_groups(scheduler))
     return state
+
+
+def _encode_layer_groups(scheduler: Scheduler) -> list[pb.LayerGroupState]:
+    if scheduler.config.is_encoder:
+        return []
+    return [
+        pb.LayerGroupState(kind=layers.kind, num_held_blocks=num_held, num_cached_blocks=num_cached)
+        for layers, num_held, num_cached in layer_group_usage(scheduler.blocks)
+    ]
 
 
 def _encode_split(split: StepSplit) -> pb.StepSplit:

@@ -169,6 +169,21 @@ class SchedulerMetrics:
             ("worker_requests_swapped", "Requests swapped out to a worker's host memory.", "num_swapped"),
         ):
             yield family.gauges(name, text, "worker", {w.address: getattr(w, gauges) for w in state.workers})
+        for name, text, blocks in (
+            ("layer_group_blocks_held", "Device blocks that running sequences hold.", "num_held_blocks"),
+            ("layer_group_blocks_cached", "Device blocks that only the prefix cache keeps.", "num_cached_blocks"),
+        ):
+            yield family.table(
+                name,
+                text,
+                ("worker", "group", "kind"),
+                {
+                    (worker.address, str(number), group.kind): getattr(group, blocks)
+                    for worker in state.workers
+                    for number, group in enumerate(worker.layer_groups)
+                },
+                GaugeMetricFamily,
+            )
         yield family.info(
             "spec_decode_info",
             "Proposer of a worker's drafts; always 1.",
@@ -277,9 +292,16 @@ class _Families:
     def counters(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
         return self.table(name, text, (label,), {(key,): value for key, value in values.items()})
 
-    def table(self, name: str, text: str, labels: Sequence[str], values: Mapping[tuple[str, ...], float]) -> Metric:
-        """Counters by the values of all `labels`."""
-        family = CounterMetricFamily(self._prefix + name, text, labels=[*self._labels, *labels])
+    def table(
+        self,
+        name: str,
+        text: str,
+        labels: Sequence[str],
+        values: Mapping[tuple[str, ...], float],
+        kind: type[CounterMetricFamily | GaugeMetricFamily] = CounterMetricFamily,
+    ) -> Metric:
+        """Counters or gauges by the values of all `labels`."""
+        family = kind(self._prefix + name, text, labels=[*self._labels, *labels])
         for keys, value in values.items():
             family.add_metric([*self._labels.values(), *keys], value)
         return family

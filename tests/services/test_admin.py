@@ -11,6 +11,7 @@ from scheduler_in_process import InProcess, scheduler
 
 from pagewire.v1 import admin_service_pb2 as pb
 from pagewire.v1.admin_service_pb2_grpc import AdminServiceStub
+from pagewire.v1.scheduler_output_pb2 import LayerGroup
 from pagewire_client import Client, SamplingParams
 from pagewire_client.admin import Admin
 from pagewire_client.llm import collect
@@ -61,6 +62,36 @@ async def test_the_state_counts_what_was_served(one: InProcess, stub: AdminServi
     assert worker.num_device_blocks == 64
     assert worker.num_steps == worker.step_split.num_steps > 7
     assert worker.epoch > 0
+
+
+async def test_the_blocks_of_each_group_of_layers_are_counted(byte_tokenizer_directory: Path) -> None:
+    worker = FakeWorkerService(byte_tokenizer_directory)
+    worker.info.layer_groups.extend([LayerGroup(block_size=8), LayerGroup(block_size=4, window=6), LayerGroup()])
+    async with serving(worker) as address, scheduler(address) as one:
+        await one.engine.model()
+        async with grpc.aio.insecure_channel(one.admin_target) as channel, Client(one.target) as client:
+
+            async def groups() -> list[tuple[str, int, int]]:
+                state = (await AdminServiceStub(channel).GetClusterState(pb.GetClusterStateRequest())).state
+                found = state.workers[0].layer_groups
+                return [(group.kind, group.num_held_blocks, group.num_cached_blocks) for group in found]
+
+            assert await groups() == [("full", 0, 0), ("window 6", 0, 0), ("states", 0, 0)]
+            stream = client.generate([5] * 20, SamplingParams(max_tokens=80))
+            await anext(stream)
+            worker.runs.clear()
+            full, window, states = await groups()
+            assert full[1] >= 3
+            assert 2 <= window[1] < full[1] * 2
+            assert states[1:] == (1, 1), "the states after the prompt are kept"
+            worker.runs.set()
+            async for _ in stream:
+                pass
+            cached = len(one.engine.workers.all[0].scheduler.blocks.device.cached)
+            found = await groups()
+            assert [held for _, held, _ in found] == [0, 0, 0]
+            assert all(number for *_, number in found)
+            assert sum(number for *_, number in found) == cached
 
 
 @pytest.mark.usefixtures("impatient")

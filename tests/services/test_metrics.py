@@ -18,6 +18,7 @@ from test_processes import WORKER_SIZES
 
 from pagewire.v1 import admin_service_pb2 as pb
 from pagewire.v1.admin_service_pb2_grpc import AdminServiceStub
+from pagewire.v1.scheduler_output_pb2 import LayerGroup
 from pagewire_client import Client, SamplingParams
 from pagewire_client.llm import collect
 from pagewire_client.local import ServiceProcess
@@ -118,6 +119,26 @@ async def test_requests_are_counted_from_arrival_to_their_end(byte_tokenizer_dir
     assert found("pagewire_step_phase_seconds_total", worker=address, phase="schedule") > 0
     assert found("pagewire_placements_total", reason="alone") == 3
     assert found("process_resident_memory_bytes") > 0
+
+
+async def test_blocks_are_counted_by_group_of_layers(byte_tokenizer_directory: Path) -> None:
+    worker = FakeWorkerService(byte_tokenizer_directory)
+    worker.info.layer_groups.extend([LayerGroup(block_size=8), LayerGroup(block_size=4, window=6), LayerGroup()])
+    async with serving(worker) as address, scheduler(address) as one, Client(one.target) as client:
+        stream = client.generate([5] * 20, SamplingParams(max_tokens=50))
+        await anext(stream)
+        worker.runs.clear()
+        found = await scrape(one)
+        worker.runs.set()
+        async for _ in stream:
+            pass
+        after = await scrape(one)
+    assert found.by_label("pagewire_layer_group_blocks_held", "kind").keys() == {"full", "window 6", "states"}
+    for number, kind in enumerate(["full", "window 6", "states"]):
+        labels = {"worker": address, "group": str(number), "kind": kind}
+        assert found("pagewire_layer_group_blocks_held", **labels) > 0
+        assert after("pagewire_layer_group_blocks_held", **labels) == 0
+        assert after("pagewire_layer_group_blocks_cached", **labels) > 0
 
 
 async def test_every_placement_choice_is_in_the_metrics_and_in_the_state() -> None:

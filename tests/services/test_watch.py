@@ -87,6 +87,24 @@ def test_the_share_of_kept_images_is_shown_where_there_are_any() -> None:
     assert "images_kept=25%" in view.line()
 
 
+def test_the_blocks_of_groups_of_layers_are_shown_where_a_worker_has_several() -> None:
+    full, states = (
+        pb.LayerGroupState(kind="full", num_held_blocks=40, num_cached_blocks=9),
+        pb.LayerGroupState(kind="states", num_held_blocks=2, num_cached_blocks=5),
+    )
+    window = pb.LayerGroupState(kind="window 512", num_held_blocks=7, num_cached_blocks=1)
+    plain = pb.WorkerState(address="10.0.0.8:50052", layer_groups=[full])
+    view = View("there:1")
+    view.take(sample(0.0, workers=[WORKER, plain]))
+    assert "held" not in drawn(view)
+    assert "full" not in drawn(view) + view.line()
+    hybrid = pb.WorkerState(address="10.0.0.9:50052", layer_groups=[full, window, states, states])
+    view.take(sample(2.0, workers=[WORKER, plain, hybrid]))
+    blocks = "10.0.0.9:50052: blocks held+cached of layers full: 40+9, window 512: 7+1, states: 4+10"
+    assert blocks in drawn(view)
+    assert "full=40+9 window_512=7+1 states=4+10" in view.line()
+
+
 def test_why_front_ends_do_not_serve_is_shown() -> None:
     view = View("there:1")
     view.take(sample(0.0, front_end_error="a front end [bold]cannot[/]"))
