@@ -49,7 +49,8 @@ class CostModel:
     encoder_budget: int = 0
     images_attend_both_ways: bool = False
     layer_groups: tuple[LayerGroup, ...] = ()
-    """The groups of layers if any has a window: in the JSON file, pairs of a block's tokens and the window's."""
+    """The groups of layers, if there are several or any has a window or states. In the JSON file, pairs of a block's
+    tokens and the window's; a third value true stands for chunks, and two zeros for states."""
     guesses: tuple[float, ...] = ()
     """Shares of decodes that verify at least one draft, at least two, and so on."""
     acceptance: tuple[float, ...] = ()

@@ -119,7 +119,7 @@ def _fields(coefficients: dict[str, float], config: SchedulerConfig) -> dict[str
         "context_token_us": coefficients["context_tokens"],
         **dict(zip(SIZES, _sizes(config), strict=True)),
     }
-    if any(group.window or group.has_states for group in config.groups):
+    if config.layer_groups or config.sliding_window:
         fields["layer_groups"] = [list(group if group.chunked else group[:2]) for group in config.groups]
     if not config.block_bytes:  # the worker did not report the size of a block in bytes
         fields["block_bytes"] = CostModel().block_bytes

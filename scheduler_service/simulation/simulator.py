@@ -106,6 +106,7 @@ class Simulator:
     ) -> None:
         num_drafts, longest = len(cost_model.acceptance), longest_sequence(arrivals)
         groups = cost_model.layer_groups or (LayerGroup(cost_model.block_size),)
+        has_tables_of_own = len(groups) > 1 or groups[0].has_states or groups[0].chunked
         most = max(cost_model.num_device_blocks * cost_model.block_size, longest + num_drafts)
         chunk = cost_model.max_num_batched_tokens + num_drafts
         pool = tokens_that_fit(groups, cost_model.num_device_blocks, chunk, most)
@@ -125,8 +126,8 @@ class Simulator:
             max_num_batched_tokens=cost_model.max_num_batched_tokens,
             max_num_seqs=cost_model.max_num_seqs,
             max_model_len=pool,
-            sliding_window=groups[0].window if len(groups) == 1 else 0,
-            layer_groups=groups if len(groups) > 1 or groups[0].has_states else (),
+            sliding_window=0 if has_tables_of_own else groups[0].window,
+            layer_groups=groups if has_tables_of_own else (),
             num_lookahead_slots=num_drafts,
             preemption_mode=preemption_mode,
             phase_rule=phase_rule,

@@ -4,7 +4,7 @@ aborts, stop strings, failures, wrong answers. Tokens are random.
 
 import itertools
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
@@ -22,6 +22,7 @@ from scheduler_service.core import (
     SequenceGroup,
     SequenceStatus,
 )
+from scheduler_service.core.config import LayerGroup
 from scheduler_service.policies import waiting_queue
 from scheduler_service.recording.recorder import Recorder
 from scheduler_service.wire.codec import decode_model_output
@@ -120,6 +121,33 @@ def _images(random: Random, num_tokens: int) -> tuple[PromptItem, ...]:
     return tuple(PromptItem(digest, start + n * size, size, 9, b"png", ImagePart(1, 1, n)) for n in range(2))
 
 
+def with_layer_groups(config: SchedulerConfig, random: Random) -> SchedulerConfig:
+    """A worker of a hybrid model: its layers keep all tokens, those of windows or chunks, or states."""
+    size, states = config.block_size, LayerGroup(0)
+    window = LayerGroup(size, random.choice([1, 4, 9]), chunked=random.random() < 0.5)
+    groups = random.choice(
+        [
+            (LayerGroup(2 * size), window),
+            (LayerGroup(size), states),
+            (LayerGroup(2 * size), window, states, states),
+            (window, states),
+            (states,),
+        ]
+    )
+    has_states, block_size = groups[-1].has_states, groups[0].block_size or size
+    return replace(
+        config,
+        block_size=block_size,
+        layer_groups=groups,
+        num_device_blocks=config.num_device_blocks * len(groups),
+        num_host_blocks=config.num_host_blocks * len(groups),
+        max_num_batched_tokens=max(config.max_num_batched_tokens, block_size),
+        sliding_window=0,
+        num_lookahead_slots=0 if has_states else config.num_lookahead_slots,
+        images_attend_both_ways=config.images_attend_both_ways and not has_states,
+    )
+
+
 class Workload:
     """Up to `num_workers` workers of one size, and requests that share a few beginnings."""
 
@@ -133,6 +161,7 @@ class Workload:
         mode: PreemptionMode = PreemptionMode.RECOMPUTE,
         num_workers: int = 2,
         most_in_flight: int = 2,
+        is_hybrid: bool = False,
         clock: Clock | None = None,
     ) -> None:
         self.random = random
@@ -165,6 +194,8 @@ class Workload:
             encoder_budget=random.choice([0, 6]),
             images_attend_both_ways=random.random() < 0.5,
         )
+        if is_hybrid:
+            self.config = with_layer_groups(self.config, random)
         self.workers: list[Worker | None] = [None] * num_workers
         self.most_in_flight = most_in_flight
         self.groups: list[SequenceGroup] = []

@@ -29,6 +29,8 @@ from scheduler_service.recording.step_work import StepWork
 from scheduler_service.simulation.cost_model import CostModel
 from scheduler_service.simulation.drafts import Drafting
 from scheduler_service.simulation.fit import MANY_STEPS, MIN_STEPS, Fit, Measurements, fit
+from scheduler_service.simulation.simulator import Simulator
+from scheduler_service.simulation.trace import Arrival
 from scheduler_service.wire.codec import decode_model_output
 
 COSTS = CostModel(
@@ -189,6 +191,17 @@ def test_a_worker_that_never_swapped_keeps_its_own_measurement_of_that(tmp_path:
     assert result.fields["step_us"] == pytest.approx(COSTS.step_us, rel=1e-3)
 
 
+@pytest.mark.parametrize("groups", [(LayerGroup(4), LayerGroup(2)), (LayerGroup(4, 8, chunked=True),)], ids=str)
+def test_groups_of_layers_are_among_the_fields(groups: tuple[LayerGroup, ...], tmp_path: Path) -> None:
+    record_worker(tmp_path / "recording", COSTS, replace(CONFIG, layer_groups=groups, num_device_blocks=120))
+    (tmp_path / "costs.json").write_text(json.dumps(fit_to(tmp_path / "recording").fields))
+    costs = CostModel.read(tmp_path / "costs.json")
+    assert costs.layer_groups == groups
+    simulator = Simulator([Arrival(0.0, 20, 5)], costs, num_workers=1)
+    assert simulator.run().requests[0].e2e > 0
+    assert simulator._workers[0].config.groups == groups
+
+
 def test_too_few_steps_are_refused() -> None:
     steps = [(StepWork(0, 1, 10, 0), 0.01)] * (MIN_STEPS - 1)
     with pytest.raises(ValueError, match="49 steps are too few to tell what one costs; at least 50 are needed"):
@@ -221,7 +234,7 @@ def test_an_encoder_has_no_decodes_to_tell_the_cost_of() -> None:
 
 def test_a_plan_is_made_of_a_recording_by_two_commands(tmp_path: Path) -> None:
     recording, model, trace = tmp_path / "recording", tmp_path / "costs.json", tmp_path / "trace.csv"
-    groups = LayerGroup(CONFIG.block_size), LayerGroup(CONFIG.block_size, window=9)
+    groups = LayerGroup(CONFIG.block_size), LayerGroup(CONFIG.block_size, window=9), LayerGroup(0)
     record_worker(recording, COSTS, replace(CONFIG, layer_groups=groups), noise=0.05)
     result = command("scheduler_service.fit", recording, model)
     assert result.returncode == 0, result.stderr

@@ -137,6 +137,7 @@ def test_what_a_request_is_ended_for_is_in_the_recording(tmp_path: Path) -> None
     st.sampled_from(PreemptionMode),
     st.integers(1, 3),  # workers
     st.integers(1, 3),  # steps in flight
+    st.booleans(),
 )
 def test_whatever_happens_every_decision_comes_out_the_same(
     tmp_path_factory: pytest.TempPathFactory,
@@ -146,7 +147,9 @@ def test_whatever_happens_every_decision_comes_out_the_same(
     mode: PreemptionMode,
     num_workers: int,
     most_in_flight: int,
+    is_hybrid: bool,
 ) -> None:
+    """Also for models whose layers have windows and states."""
     path = tmp_path_factory.mktemp("replay") / "recording"
     workload = record(
         path,
@@ -156,6 +159,7 @@ def test_whatever_happens_every_decision_comes_out_the_same(
         mode=mode,
         num_workers=num_workers,
         most_in_flight=most_in_flight,
+        is_hybrid=is_hybrid,
         num_actions=80,
     )
     replayer, moments = replay(path)
@@ -171,7 +175,7 @@ def test_whatever_happens_every_decision_comes_out_the_same(
 def test_long_runs_come_out_the_same_too(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
     random, path = Random(seed), tmp_path_factory.mktemp("replay") / "recording"
     policy, mode = random.choice(["fcfs", "priority", "fair"]), random.choice(list(PreemptionMode))
-    record(path, random, policy=policy, mode=mode, num_workers=3, num_actions=600)
+    record(path, random, policy=policy, mode=mode, num_workers=3, is_hybrid=random.random() < 0.5, num_actions=600)
     replay(path)
 
 

@@ -73,6 +73,19 @@ def test_requests_whose_layers_have_windows_need_fewer_blocks(tmp_path: Path) ->
     assert max(request.queued for request in many) >= min(request.e2e for request in many)
 
 
+def test_requests_whose_layers_have_states_need_a_block_in_each_group_for_any_length(tmp_path: Path) -> None:
+    """Three of four requests fit into six blocks."""
+    file = tmp_path / "costs.json"
+    file.write_text('{"block_size": 8, "layer_groups": [[0, 0], [0, 0]], "num_device_blocks": 6}')
+    costs = replace(CostModel.read(file), max_num_batched_tokens=64, max_num_seqs=8, num_host_blocks=0)
+    requests = Simulator([Arrival(0.0, 300, 20)] * 4, costs, num_workers=1).run().requests
+    first_end = min(request.e2e for request in requests)
+    assert sum(request.queued < first_end for request in requests) == 3
+    with_keys = replace(costs, layer_groups=(LayerGroup(8), LayerGroup(0)), num_device_blocks=2 * 41)
+    requests = Simulator([Arrival(0.0, 300, 20)] * 3, with_keys, num_workers=1).run().requests
+    assert sum(request.queued < min(request.e2e for request in requests) for request in requests) == 2
+
+
 def test_guesses_save_steps_and_cost_what_tokens_of_a_prompt_cost() -> None:
     """After the first token, a step of four, the last known token and three guesses, which are all right; then there is
     room for half of what is left."""
