@@ -2,7 +2,8 @@
 
 from typing import Any
 
-RATES = ("step_ms", "tokens_per_second")
+RATES = ("step_ms", "tokens_per_second", "layer_groups")
+"""Fields of a worker that are measured once a second."""
 
 State = dict[str, Any]
 

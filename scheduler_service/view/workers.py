@@ -4,10 +4,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scheduler_service.core import Scheduler
+from scheduler_service.core.blocks.usage import layer_group_usage
 from scheduler_service.view.pool import PoolView, Runs
 
 RATE_SECONDS = 1.0
-"""Seconds over which a worker's speed is measured."""
+"""Seconds over which a worker's speed is measured, and after which its groups of layers are counted again."""
 STALLED_SECONDS = 3.0
 """Seconds without an answer to a step after which a worker's requests count as stalled."""
 _SESSION_FIELDS = ("block_size", "device_blocks", "host_blocks", "free_device", "free_host", "running", "swapped")
@@ -48,6 +49,7 @@ class WorkerView:
     _sums: tuple[int, int, float] = (0, 0, 0.0)
     _step_ms: float = 0.0
     _tokens_per_second: float = 0.0
+    _layer_groups: dict[str, list[int]] = field(default_factory=dict)
 
     def close(self) -> None:
         self._device.end()
@@ -80,10 +82,11 @@ class WorkerView:
         return _without_empty(self._device.all_runs(), self._host.all_runs())
 
     def _measure(self, scheduler: Scheduler | None, now: float) -> None:
-        """Measure the worker's speed, if RATE_SECONDS have passed."""
+        """Measure the worker's speed and count its groups of layers, if RATE_SECONDS have passed."""
         if scheduler is None:
             self._measured_at, self._sums = now, (0, 0, 0.0)
             self._step_ms = self._tokens_per_second = 0.0
+            self._layer_groups = {}
             return
         if (seconds := now - self._measured_at) < RATE_SECONDS:
             return
@@ -94,6 +97,7 @@ class WorkerView:
         if (new_steps := done.answered_steps - steps) > 0:
             self._step_ms = round(1000 * (done.answered_seconds - spent) / new_steps, 3)
         self._tokens_per_second = round(max(0, done.answered_tokens - tokens) / seconds, 1)
+        self._layer_groups = _count_layer_groups(scheduler)
 
     def _fields(self, one: WorkerNow) -> dict[str, Any]:
         fields: dict[str, Any] = {
@@ -107,6 +111,7 @@ class WorkerView:
             "error": one.error,
             "step_ms": self._step_ms,
             "tokens_per_second": self._tokens_per_second,
+            "layer_groups": self._layer_groups,
         }
         if (scheduler := one.scheduler) is None:
             return fields | dict.fromkeys(_SESSION_FIELDS, 0)
@@ -121,6 +126,17 @@ class WorkerView:
             len(scheduler.swapped),
         )
         return fields | dict(zip(_SESSION_FIELDS, values, strict=True))
+
+
+def _count_layer_groups(scheduler: Scheduler) -> dict[str, list[int]]:
+    """Held and cached blocks by kind of layers; nothing if all layers are in one group."""
+    if len(scheduler.config.groups) == 1:
+        return {}
+    counts: dict[str, list[int]] = {}
+    for layers, num_held, num_cached in layer_group_usage(scheduler.blocks):
+        held, cached = counts.get(layers.kind, (0, 0))
+        counts[layers.kind] = [held + num_held, cached + num_cached]
+    return counts
 
 
 def _without_empty(device: Runs, host: Runs) -> dict[str, Runs]:

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 from fake_worker import FakeWorker
 from page_states import RATES, State, apply_frame, new_state, state_of
+from scheduler_helpers import make_group, make_scheduler, step
 from workloads import random_config, random_request
 
 from scheduler_service.core import BlockAllocator, FairQueue, PriorityQueue, Scheduler, WaitingQueue
+from scheduler_service.core.config import LayerGroup
 from scheduler_service.view.observer import Frame, Observer
 from scheduler_service.view.pool import PoolView
 from scheduler_service.view.workers import WorkerNow
@@ -69,6 +71,22 @@ def test_frames_lead_to_the_state_of_a_new_snapshot(policy: Callable[[], Waiting
     observer.close()
     assert scheduler.blocks.device.changed is None
     assert scheduler.blocks.host.changed is None
+
+
+def test_blocks_are_counted_by_kind_of_layers_where_a_worker_has_several_groups() -> None:
+    layouts = (), (LayerGroup(4), LayerGroup(4, window=5), LayerGroup(0), LayerGroup(0))
+    seen = []
+    for number, layers in enumerate(layouts):
+        scheduler, observer = make_scheduler(num_device_blocks=40, layer_groups=layers), Observer()
+        worker = FakeWorker(scheduler.config)
+        scheduler.add_request(make_group("a", 18, max_tokens=20))
+        for _ in range(4):
+            step(scheduler, worker)
+        observer.look(number, [WorkerNow("here", "serving", scheduler)], WaitingQueue(), {})
+        seen.append(sent(observer.snapshot())["workers"]["here"]["layer_groups"])
+        observer.close()
+    # After 20 computed tokens. The states after 16 of them are kept.
+    assert seen == [{}, {"full": [5, 0], "window 5": [2, 3], "states": [2, 2]}]
 
 
 def test_a_look_reads_the_changed_blocks_alone() -> None:

@@ -27,6 +27,9 @@ function Worker({ world, id, worker, still }) {
     preemptions: whole(worker.preemptions),
     losses: whole(worker.losses),
   };
+  for (const [kind, [held, cached]] of Object.entries(worker.layer_groups ?? {})) {
+    figures[`${kind}: held + cached`] = `${whole(held)} + ${whole(cached)}`;
+  }
   return html`<article class=${`worker ${health}`} aria-label=${`Worker ${id}, ${worker.state}`}>
     <header><h3>${id}</h3><span class="status">${worker.state}</span></header>
     ${!still && html`<${Spark} state=${world} worker=${id} />`}
