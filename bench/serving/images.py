@@ -1,6 +1,6 @@
 """Compares prompts with images with vLLM's CPU build and with transformers, for SmolVLM 256M's shape.
 
-python -m bench images [--peer DIR] [--images 16] [--tokens 128] [--no-transformers]
+python -m bench images [--peer DIR] [--images 16] [--tokens 512] [--no-transformers]
 
 All systems have random weights and run one after the other. Each image has 64 tokens, and each answer one token, so the
 time of an answer is the time to its first token. Then a text stream runs alone, and beside a client that sends images.
@@ -186,7 +186,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", type=Path, metavar="DIR", help="the folder of vLLM's CPU build")
     parser.add_argument("--images", type=int, default=16, help="images of each load (default 16)")
-    parser.add_argument("--tokens", type=int, default=128, help="tokens of the text stream (default 128)")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of the text stream (default 512)")
     parser.add_argument("--no-transformers", action="store_true", help="leave transformers out")
     arguments = parser.parse_args()
     end_on_signals()
