@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+import structlog
 import torch
 from fake_decode_graphs import FakeGraphs, with_fake_graphs
 from native_networks import NATIVE
@@ -115,12 +116,22 @@ def test_layers_for_multi_token_prediction_are_left_out_if_the_config_counts_the
 ) -> None:
     tensors = load_file(checkpoint / "model.safetensors")
     behind = {name.replace("layers.2.", "layers.3."): tensor.clone() for name, tensor in tensors.items()}
-    with_one = changed(checkpoint, tmp_path / "one", behind | tensors)
+    with_one = changed(checkpoint, tmp_path / "one", behind | tensors, num_nextn_predict_layers=1)
     settings = worker_settings(with_one, dtype="float32")
-    assert torch.equal(prompt_logprobs(settings), prompt_logprobs(worker_settings(checkpoint, dtype="float32")))
+    with structlog.testing.capture_logs() as logs:
+        found = prompt_logprobs(settings)
+    assert torch.equal(found, prompt_logprobs(worker_settings(checkpoint, dtype="float32")))
+    number = sum(name.startswith("model.layers.3.") for name in behind)
+    said = [entry for entry in logs if entry["event"] == "the network does not use all tensors of the checkpoint"]
+    assert [(entry["number"], entry["first"][:15]) for entry in said] == [(number, "model.layers.3.")]
     none = changed(checkpoint, tmp_path / "none", behind | tensors, num_nextn_predict_layers=0)
-    with pytest.raises(StartError, match=r"tensors that the network of config\.json does not use: model\.layers\.3\."):
-        Network.open(str(none), worker_settings(none), torch.device("cpu"), ALONE).check()
+    silent = changed(checkpoint, tmp_path / "silent", behind | tensors)
+    words = json.loads((silent / "config.json").read_text())
+    words = {name: value for name, value in words.items() if name not in ("num_mtp_layers", "num_nextn_predict_layers")}
+    (silent / "config.json").write_text(json.dumps(words))
+    for path in (none, silent):
+        with pytest.raises(StartError, match=r"the network of config\.json does not use: model\.layers\.3\."):
+            Network.open(str(path), worker_settings(path), torch.device("cpu"), ALONE).check()
 
 
 def test_a_checkpoint_in_fp8_is_multiplied_so_except_for_the_absorbed_projection(

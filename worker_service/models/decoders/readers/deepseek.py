@@ -90,14 +90,14 @@ def _read_like_v3(
 
 
 def _mtp_layers(json: ReadKeys) -> tuple[str, ...]:
-    """Patterns for tensors of the layers for multi-token prediction, which lie behind the last layer in a checkpoint.
-    They are not used."""
+    """Patterns for tensors of the layers for multi-token prediction, which are behind the last layer in a checkpoint
+    and are not used. Without a count there are none: a further layer could be one that the network lacks."""
     names = ("num_nextn_predict_layers", "num_mtp_layers")  # the second is from transformers
     counts = {json.integer(name, least=0, most=8) for name in names if name in json}
     if len(counts) > 1:
         raise ValueError(f"{names[0]} and {names[1]} say different numbers")
     num_layers = num_layers_of(json)
-    return tuple(rf"^model\.layers\.{num_layers + number}\." for number in range(min(counts, default=1)))
+    return tuple(rf"^model\.layers\.{num_layers + number}\." for number in range(min(counts, default=0)))
 
 
 def _v3_mixture(json: ReadKeys, groups: tuple[int, int], *, scale: float, **defaults: int) -> Mixture:
