@@ -1,8 +1,11 @@
 """What a config.json says is obeyed, or refused by a sentence that names it; and ordinary files are not refused."""
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
+from published_configs import PUBLISHED, published
+from state_layouts import MODELS
 
 from worker_service.models.config.config_keys import GENERATION
 from worker_service.models.decoders.decoder_config import DecoderConfig
@@ -227,8 +230,29 @@ def test_files_as_they_are_published_are_read(name: str) -> None:
     assert config.vocabulary_size in (99, 500)
 
 
+@pytest.mark.parametrize("model", [model for model in PUBLISHED if model not in MODELS])
+def test_files_of_published_models_are_read(model: str) -> None:
+    """The others are read by test_model_table.py, which compares their caches with the docs' table."""
+    file = published(model)
+    text = file.get("text_config", file)
+    config = read_config(file)
+    assert (config.vocabulary_size, config.hidden_size) == (text["vocab_size"], text["hidden_size"])
+
+
+@pytest.mark.skipif(find_spec("timm") is not None, reason="the package is installed")
+def test_a_network_that_needs_a_missing_package_is_refused_by_the_packages_name() -> None:
+    with pytest.raises(ValueError, match=r"gemma3n is not supported: it needs a package .*: .* the timm library"):
+        read_config({"model_type": "gemma3n", "text_config": PUBLISHED["Gemma 3n E4B"]})
+
+
+def test_the_longest_text_of_kimi_linear_is_its_model_max_length() -> None:
+    """In other families, the key is a note of the tokenizer's."""
+    assert read_config(published("Kimi Linear 48B") | {"model_max_length": 4096}).max_model_len == 4096
+
+
 NAMED_ALIKE = ("gemma3_text", "granite", "mistral", "olmo2", "phi3", "qwen2", "qwen3_moe")
 """Families whose files have llama's names for their sizes."""
+KIMI = PUBLISHED["Kimi Linear 48B"]
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown key": ({"attention_multiplier": 0.5}, "it says attention_multiplier = 0.5, which is not sup"),
     "several": ({"logit_scale": 2, "qk_norm": True}, "it says logit_scale = 2, qk_norm = True, which"),
@@ -325,6 +349,28 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "num_hidden_layers is 3, and n_layer, which means the same, 2",
     ),
     "layers without end": ({"model_type": "gpt2", "n_layer": 10**6}, "n_layer is 1000000; it must be at most 512"),
+    "positions of Kimi's": (KIMI | {"mla_use_nope": False}, "it says mla_use_nope = False"),
+    "a router of Kimi's": (KIMI | {"moe_router_activation_func": "softmax"}, "says moe_router_activation_func = 'soft"),
+    "experts of Kimi's in no groups": (KIMI | {"use_grouped_topk": False}, "it says use_grouped_topk = False"),
+    "Kimi's layers for drafts": (KIMI | {"num_nextn_predict_layers": 1}, "it says num_nextn_predict_layers = 1"),
+    "heads of no size of Kimi's": (KIMI | {"head_dim": 71}, "it says head_dim = 71"),
+    "a base of positions that Kimi lacks": (KIMI | {"mla_use_nope": None}, "it says rope_theta = 10000"),
+    "a gate of a newer Kimi's": (
+        KIMI | {"linear_attn_config": KIMI["linear_attn_config"] | {"gate_lower_bound": -5.0}},
+        r"it says linear_attn_config\.gate_lower_bound = -5\.0",
+    ),
+    "some of Kimi's layers": (
+        KIMI | {"linear_attn_config": {"full_attn_layers": [1]}},
+        r"it says linear_attn_config\.full_attn_layers = \[1\]",
+    ),
+    "another temperature": (
+        PUBLISHED["Llama 4 Scout"]["text_config"] | {"attn_temperature_tuning": 3},
+        "attn_temperature_tuning is 3; it must be true or false",
+    ),
+    "two sizes of Nemotron's heads": (
+        PUBLISHED["Nemotron-H 8B"] | {"head_dim": 64}, "it says attention_head_dim = 128",
+    ),
+    "two bases of LFM2's": (PUBLISHED["LFM2 350M"] | {"theta": 5.0}, "it says theta = 5"),
     "an encoder's": ({"model_type": "bert", "num_hidden_layers": 513}, "num_hidden_layers is 513; it must be at most"),
     "a decoder's": ({"model_type": "bart", "decoder_layers": 10**6}, "decoder_layers is 1000000; it must be at most"),
     "a factor that is no number": (

@@ -30,11 +30,13 @@ def parse(json: Mapping[str, Any]) -> Any:
     config_class = CONFIG_MAPPING[family]
     check_values(json, config_class)
     own = {field.name for field in fields(config_class)} | PROPERTIES
+    # In Kimi Linear, `model_max_length` is another name of `max_position_embeddings`.
+    unwanted = (BOOKKEEPING | CODE | EXECUTION) - {*config_class.attribute_map.values()}
     wanted = {
         name: _with_infinities(value)
         for name, value in json.items()
         # These keys could make transformers load code or read other files.
-        if name not in BOOKKEEPING | CODE | EXECUTION
+        if name not in unwanted
         # Others would overwrite a method or a private attribute.
         and (name in own or not (name.startswith("_") or hasattr(config_class, name)) or _takes(config_class, name))
         # transformers warns about a null rope_scaling, and a null alias would overwrite its key.

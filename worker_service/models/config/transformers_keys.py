@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from worker_service.models.config.config_keys import HARMLESS, check_all_read
+from worker_service.models.config.config_keys import HARMLESS, check_all_read, refuse
 from worker_service.models.config.rope import NOTES, ROPE_KEYS
 from worker_service.models.config.transformers_json import PROPERTIES, parse
 from worker_service.read_keys import ReadKeys
@@ -49,10 +49,15 @@ _NEUTRAL: Mapping[str, Mapping[str, object]] = {
     "ernie4_5": {"compression_ratio": 1},
     "falcon_h1": {"mamba_use_mlp": True},
     "falcon_mamba": {"fused_add_norm": True, "rms_norm": True},
+    "gemma3n_text": {"altup_lr_multiplier": 1, "query_pre_attn_scalar": 256},
     "gpt2": {"n_special": 0, "predict_special_tokens": True},
     "gptj": {"rotary": True, "scale_attn_weights": True},
     "granitemoehybrid": {"normalization_function": "rmsnorm"},
     "jamba": {"calc_logits_for_entire_prompt": False, "mamba_inner_layernorms": True},
+    "kimi_linear": {
+        "mla_use_nope": True, "moe_layer_freq": 1, "moe_router_activation_func": "sigmoid",
+        "num_nextn_predict_layers": 0, "use_grouped_topk": True,
+    },
     "mamba": {"fused_add_norm": True, "rms_norm": True},
     "mamba2": {"fused_add_norm": True},
     "modernbert": {"position_embedding_type": "sans_pos"},
@@ -73,6 +78,10 @@ _ONLY: Mapping[str, Mapping[str, object]] = {
 }  # fmt: skip
 """Fields of transformers' classes that their code does not read, by family, with the value that the code implements."""
 
+_OF_LINEAR_ATTENTION = {"full_attn_layers": "full_attention", "kda_layers": "linear_attention",
+                        "head_dim": None, "num_heads": None, "short_conv_kernel_size": None}  # fmt: skip
+"""Keys of Kimi Linear's `linear_attn_config`; lists of layers, counted from 1, with the layers' kind."""
+
 
 def check_known(json: Mapping[str, Any], network: Any, network_class: Any) -> None:
     """Raise ValueError for a key that transformers' class and the network's code ignore and HARMLESS lacks. network:
@@ -86,6 +95,8 @@ def check_known(json: Mapping[str, Any], network: Any, network_class: Any) -> No
     if not getattr(network, "sliding_window", None):
         keys.neutral(use_sliding_window=False)
     _check_full_layers(keys, network)
+    if network.model_type == "kimi_linear":
+        _check_kimi_linear(keys, network)
     _check_repeated_of_rope(keys, network)
     for name, value in _ONLY.get(network.model_type, {}).items():
         if (said := attrgetter(name)(network)) != value:
@@ -142,6 +153,20 @@ def _check_full_layers(keys: ReadKeys, network: Any) -> None:
         if are_full != [kind == "full_attention" for kind in kinds]:
             raise ValueError(f"{name} is {shown(every)}, and the layers with a window are others (layer_types)")
         keys.without_effect(name)
+
+
+def _check_kimi_linear(keys: ReadKeys, network: Any) -> None:
+    """Raise ValueError for a part of `linear_attn_config` that transformers' class ignores. Without positions, keys
+    about rotary embeddings have no effect, and no code reads `head_dim`."""
+    for name, value in (keys.plain.get("linear_attn_config") or {}).items():
+        kind, said = _OF_LINEAR_ATTENTION.get(name), value
+        if kind is not None:
+            said = [number for number, of_layer in enumerate(network.layer_types, 1) if of_layer == kind]
+        if name not in _OF_LINEAR_ATTENTION or said != value:
+            refuse({f"linear_attn_config.{name}": value}, network.model_type)
+    if keys.plain.get("mla_use_nope") is True:
+        keys.without_effect("rope_theta")
+    keys.neutral(head_dim=network.hidden_size // network.num_attention_heads)
 
 
 def _check_repeated_of_rope(keys: ReadKeys, network: Any) -> None:

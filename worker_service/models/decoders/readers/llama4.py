@@ -25,7 +25,9 @@ def read_llama4(json: ReadKeys) -> DecoderConfig:
     if chunk is None and any(chunked):
         raise ValueError("attention_chunk_size is null, and there are layers whose attention is chunked")
     temperature = None
-    if json.boolean("attn_temperature_tuning", True):
+    # In Meta's first files, the key is 4, which means true.
+    if json.plain.get("attn_temperature_tuning") == 4 or json.boolean("attn_temperature_tuning", True):
+        json.without_effect("attn_temperature_tuning")
         temperature = Temperature(json.integer("floor_scale", 8192), float(json.number("attn_scale", 0.1)))
     else:
         json.without_effect("attn_scale", "floor_scale")

@@ -50,7 +50,7 @@ def read_lfm2(json: ReadKeys) -> DecoderConfig:
     json.neutral(
         block_dim=hidden_size, conv_dim=hidden_size, conv_dim_out=hidden_size, hidden_act="silu",
         block_norm_eps=json.plain.get("norm_eps"), num_heads=json.plain.get("num_attention_heads"),
-        block_use_swiglu=True, use_pos_enc=True,
+        block_use_swiglu=True, theta=json.plain.get("rope_theta"), use_pos_enc=True,
     )  # fmt: skip
     json.without_effect("block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init")
     return _read_lfm2(json, is_attention, intermediate_size=_lfm2_inner(json), renamed=_LFM2_NAMES)

@@ -13,6 +13,8 @@ from worker_service.wording import shown
 _KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 """Kinds of layers by their letters in `hybrid_override_pattern`."""
 _OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
+_HEAD_DIM = 128
+"""The default, also of the first files' `attention_head_dim`."""
 _NO_LIMITS = [0.0, float("inf")], [0.0, {"__float__": "Infinity"}]
 _OF_EXPERTS = (
     "moe_intermediate_size", "moe_latent_size", "moe_shared_expert_intermediate_size", "n_group", "n_routed_experts",
@@ -32,8 +34,9 @@ def read_nemotron_h(json: ReadKeys) -> DecoderConfig:
     kinds = _kinds(json)
     mixer = _mamba2(json)
     json.neutral(
-        attention_head_dim=json.plain.get("head_dim"), mamba_proj_bias=False, mamba_ssm_cache_dtype="float32",
-        norm_eps=json.plain.get("layer_norm_epsilon"), rms_norm_eps=json.plain.get("layer_norm_epsilon"),
+        attention_head_dim=json.plain.get("head_dim", _HEAD_DIM), mamba_proj_bias=False,
+        mamba_ssm_cache_dtype="float32", norm_eps=json.plain.get("layer_norm_epsilon"),
+        rms_norm_eps=json.plain.get("layer_norm_epsilon"),
     )  # fmt: skip
     for limits in _NO_LIMITS:
         json.neutral(time_step_limit=limits)
@@ -51,7 +54,7 @@ def read_nemotron_h(json: ReadKeys) -> DecoderConfig:
     config = read_layers(
         json,
         num_kv_heads=8,
-        head_dim=128,
+        head_dim=_HEAD_DIM,
         eps_name="layer_norm_epsilon",
         eps=1e-5,
         activation=json.choice("mlp_hidden_act", ("relu2",), "relu2"),
