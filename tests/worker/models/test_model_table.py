@@ -1,10 +1,11 @@
-"""The table of types in docs/models.md, which tests/worker/model_sweep.py makes."""
+"""The tables of types and of blocks in docs/models.md, which tests/worker/model_sweep.py and state_layouts.py make."""
 
 import json
 
 import pytest
 import transformers
 from model_sweep import PAGE, REFUSED, TYPES, Outcome, read_table, reason_of
+from state_layouts import HEAD, MODELS, TABLE, row
 from tiny_networks import tiny_config
 
 from worker_service.models.registry import read_config
@@ -29,3 +30,17 @@ def test_a_refused_type_is_refused_for_the_reason_in_the_table(outcome: Outcome)
     with pytest.raises(ValueError) as refusal:  # noqa: PT011 (the whole sentence is compared)
         read_config(json.loads(tiny_config(outcome.model_type).to_json_string()))
     assert reason_of(refusal.value) == outcome.reason
+
+
+BLOCKS = TABLE.search(PAGE.read_text())
+ROWS = BLOCKS[2].removeprefix(HEAD).splitlines(keepends=True) if BLOCKS else []
+
+
+def test_the_table_of_blocks_has_every_model_once() -> None:
+    assert [line.split(" | ")[0].removeprefix("| ") for line in ROWS] == [*MODELS]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_blocks_of_a_published_model_are_those_in_the_table(model: str) -> None:
+    """`python tests/worker/state_layouts.py --write` writes the table."""
+    assert row(model) in ROWS
