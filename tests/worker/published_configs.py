@@ -248,7 +248,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "Granite 4.0 micro": _GRANITE | {
         "attention_multiplier": 0.015625, "hidden_size": 2560, "intermediate_size": 8192,
-        "layer_types": ["attention"] * 40, "logits_scaling": 10, "num_attention_heads": 40, "num_experts_per_tok": 0,
+        "layer_types": ["attention"] * 40, "logits_scaling": 10, "mamba_n_heads": 80, "num_attention_heads": 40,
+        "num_experts_per_tok": 0,
         "num_key_value_heads": 8, "num_local_experts": 0, "position_embedding_type": "rope", "rope_theta": 10000000,
         "shared_intermediate_size": 8192,
     },

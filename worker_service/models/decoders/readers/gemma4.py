@@ -119,9 +119,10 @@ def _global_heads(
     if json.plain.get("per_layer_config") is None:
         return (heads if shares_projection and heads is not None else local[0]), dim
     by_layer = json.group("per_layer_config")
+    names = {int(name): name for name in by_layer if name.isdecimal()}  # transformers writes "05" beside "11"
     found = {True: set[tuple[int, int]](), False: set[tuple[int, int]]()}
     for number, window in enumerate(windows):
-        layer = by_layer.group(str(number))
+        layer = by_layer.group(names.get(number, str(number)))
         own = (
             layer.integer("num_key_value_heads", local[0], most=SIZES["num_key_value_heads"][1]),
             layer.integer("head_dim", local[1], most=_LARGEST),

@@ -50,7 +50,7 @@ def read_lfm2(json: ReadKeys) -> DecoderConfig:
     json.neutral(
         block_dim=hidden_size, conv_dim=hidden_size, conv_dim_out=hidden_size, hidden_act="silu",
         block_norm_eps=json.plain.get("norm_eps"), num_heads=json.plain.get("num_attention_heads"),
-        block_use_swiglu=True, theta=json.plain.get("rope_theta"), use_pos_enc=True,
+        block_use_swiglu=True, use_pos_enc=True,
     )  # fmt: skip
     json.without_effect("block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init")
     return _read_lfm2(json, is_attention, intermediate_size=_lfm2_inner(json), renamed=_LFM2_NAMES)
@@ -92,6 +92,7 @@ def _read_lfm2(json: ReadKeys, is_attention: Sequence[bool], **options: Any) -> 
     taps, biased = _taps(json, "conv_L_cache", 3), json.boolean("conv_bias", False)
     mixer = ShortConvolution(read_size(json, "hidden_size"), taps, biased)
     rope, tied = read_rope(json, head_dim_of(json), 1_000_000.0), json.boolean("tie_word_embeddings", True)
+    json.neutral(theta=json.plain.get("rope_theta", json.group("rope_parameters").plain.get("rope_theta")))
     return read_layers(
         json,
         num_kv_heads=8,
