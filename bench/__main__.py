@@ -17,7 +17,7 @@ BENCHES = {
     ),
     "kinds": (
         "bench.serving.kinds",
-        "token rates of models with windows, states and latents, compared with vLLM's CPU build and transformers, with random weights",
+        "token rates of models with windows, states and latents, compared with vLLM's CPU build and transformers",
     ),
     "images": (
         "bench.serving.images",

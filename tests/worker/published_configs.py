@@ -231,6 +231,15 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "num_key_value_heads": 2, "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512,
         },
     },
+    "Qwen3.6 27B": _QWEN3_5_WHOLE | {
+        "model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "language_model_only": False,
+        "text_config": _QWEN3_5 | {
+            "model_type": "qwen3_5_text", "hidden_size": 5120, "intermediate_size": 17408,
+            "layer_types": repeated("LLLF", 64), "linear_num_value_heads": 48, "num_attention_heads": 24,
+            "num_hidden_layers": 64, "num_key_value_heads": 4, "output_gate_type": "swish", "pad_token_id": None,
+            "partial_rotary_factor": 0.25, "tie_word_embeddings": False,
+        },
+    },
     "Granite 4.0 H tiny": _GRANITE | {
         "hidden_size": 1536, "intermediate_size": 512, "num_attention_heads": 12, "num_experts_per_tok": 6,
         "num_key_value_heads": 4, "num_local_experts": 64, "shared_intermediate_size": 1024,
@@ -283,6 +292,18 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "mtp_hybrid_override_pattern": "*E", "n_routed_experts": 512, "num_experts_per_tok": 22,
         "num_hidden_layers": 88, "num_nextn_predict_layers": 1, "routed_scaling_factor": 5.0,
         "time_step_limit": [0.0, float("inf")],
+    },
+    "Nemotron 3 Ultra": _NEMOTRON_3 | {
+        "hidden_size": 8192, "intermediate_size": 5120,
+        "layers_block_type": [
+            {"M": "mamba", "E": "moe", "*": "attention"}[letter]
+            for letter in "MEMEMEM*EMEMEM" + "*EMEMEMEM*EMEMEMEM*EMEMEM" * 3 + "*EMEMEMEM*EMEMEMEME"
+        ],
+        "mamba_num_heads": 256, "moe_intermediate_size": 5120, "moe_latent_size": 2048,
+        "moe_shared_expert_intermediate_size": 10240, "moe_shared_expert_overlap": False,
+        "mtp_layers_block_type": ["attention", "moe"], "n_routed_experts": 512, "num_attention_heads": 64,
+        "num_experts_per_tok": 22, "num_nextn_predict_layers": 1, "routed_scaling_factor": 5.0,
+        "time_step_limit": [0.0, 1e308],
     },
     "Falcon-H1 0.5B": _FALCON_H1 | {
         "head_dim": 64, "hidden_size": 1024, "intermediate_size": 2048, "mamba_d_head": 64, "mamba_d_ssm": 1536,
@@ -396,6 +417,20 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "rope_theta": 500000.0, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "use_qk_norm": True,
             "vocab_size": 202048,
         },
+    },
+    "MiMo V2 Flash": {
+        "model_type": "mimo_v2_flash", "architectures": ["MiMoV2FlashForCausalLM"],
+        "add_full_attention_sink_bias": False, "add_swa_attention_sink_bias": True, "attention_bias": False,
+        "attention_chunk_size": 128, "attention_value_scale": 0.707, "head_dim": 192, "hidden_act": "silu",
+        "hidden_size": 4096, "hybrid_layer_pattern": [int(n > 0 and (n + 1) % 6 > 0) for n in range(48)],
+        "intermediate_size": 16384, "layernorm_epsilon": 1e-05, "max_position_embeddings": 262144,
+        "moe_intermediate_size": 2048, "moe_layer_freq": [0] + [1] * 47, "n_group": 1, "n_routed_experts": 256,
+        "n_shared_experts": None, "norm_topk_prob": True, "num_attention_heads": 64, "num_experts_per_tok": 8,
+        "num_hidden_layers": 48, "num_key_value_heads": 4, "partial_rotary_factor": 0.334, "rope_theta": 5000000,
+        "routed_scaling_factor": None, "scoring_func": "sigmoid", "sliding_window": 128, "sliding_window_size": 128,
+        "swa_head_dim": 192, "swa_num_attention_heads": 64, "swa_num_key_value_heads": 8, "swa_rope_theta": 10000,
+        "swa_v_head_dim": 128, "tie_word_embeddings": False, "topk_group": 1, "topk_method": "noaux_tc",
+        "v_head_dim": 128, "vocab_size": 152576,
     },
     "MiniMax M2.5": {
         "model_type": "minimax_m2", "architectures": ["MiniMaxM2ForCausalLM"],

@@ -29,22 +29,18 @@ BLOCK_SIZE = 16
 DTYPE = torch.bfloat16
 MODELS = (
     "gpt-oss 20B", "Gemma 2 2B", "Gemma 3 4B", "Gemma 3n E4B", "Gemma 4 26B", "Gemma 4 31B", "Llama 4 Scout",
-    "Olmo 3.1 32B", "MiniCPM3 4B", "Kimi Linear 48B", "Qwen3 Next 80B", "Qwen3.5 9B", "Qwen3.5 35B",
-    "Granite 4.0 H 350M", "Granite 4.0 H tiny", "Granite 4.0 H small", "Nemotron-H 8B", "Nemotron-H 56B",
-    "Nemotron Nano v2 9B", "Nemotron 3 Nano", "Nemotron 3 Super", "Falcon-H1 0.5B", "Falcon-H1 7B", "Bamba 9B",
-    "Zamba2 7B", "Jamba v0.1", "LFM2 350M", "LFM2 8B",
+    "Olmo 3.1 32B", "MiMo V2 Flash", "MiniCPM3 4B", "Kimi Linear 48B", "Qwen3 Next 80B", "Qwen3.5 9B",
+    "Qwen3.5 35B", "Qwen3.6 27B", "Granite 4.0 H 350M", "Granite 4.0 H tiny", "Granite 4.0 H small",
+    "Nemotron-H 8B", "Nemotron-H 56B", "Nemotron Nano v2 9B", "Nemotron 3 Nano", "Nemotron 3 Super",
+    "Nemotron 3 Ultra", "Falcon-H1 0.5B", "Falcon-H1 7B", "Bamba 9B", "Zamba2 7B", "Jamba v0.1", "LFM2 350M",
+    "LFM2 8B",
 )  # fmt: skip
 
 
 def zeros(config: Any) -> float:
-    """Share of zeros in keys and values, which fill up the smaller of the two (latent attention in transformers'
-    code)."""
-    network = getattr(config, "network", None)
-    value_dim = getattr(network, "v_head_dim", None)
-    if network is None or value_dim is None:
-        return 0.0
-    key_dim = network.qk_nope_head_dim + network.qk_rope_head_dim
-    return float(abs(key_dim - value_dim) / (2 * max(key_dim, value_dim)))
+    """Share of zeros in keys and values: in transformers' code, zeros fill up values that are smaller than keys."""
+    value_dim = getattr(getattr(config, "network", None), "v_head_dim", None) or config.head_dim
+    return (config.head_dim - value_dim) / (2 * config.head_dim) if config.head_dim else 0.0
 
 
 def unused(layers: Sequence[LayerNeeds], groups: Sequence[LayerGroup], num_tokens: int, share_of_zeros: float) -> float:

@@ -387,6 +387,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two sizes of Nemotron's heads": (
         PUBLISHED["Nemotron-H 8B"] | {"head_dim": 64}, "it says attention_head_dim = 128",
     ),
+    "a limit of time steps": (
+        PUBLISHED["Nemotron 3 Ultra"] | {"time_step_limit": [0.0, 1e30]}, r"it says time_step_limit = \[0\.0, 1e\+30\]",
+    ),
+    "gates of another activation": (
+        PUBLISHED["Qwen3.6 27B"]["text_config"] | {"output_gate_type": "sigmoid"}, "it says output_gate_type = 'sigmo",
+    ),
+    "a text network alone": (PUBLISHED["Qwen3.6 27B"] | {"language_model_only": True}, "language_model_only = True, w"),
+    "MiMo's layers in another order": (
+        PUBLISHED["MiMo V2 Flash"] | {"hybrid_layer_pattern": [1] * 48}, "it says hybrid_layer_pattern = ",
+    ),
+    "MiMo's heads": (PUBLISHED["MiMo V2 Flash"] | {"swa_num_key_value_heads": 4}, "says swa_num_key_value_heads = 4"),
+    "MiMo's positions": (PUBLISHED["MiMo V2 Flash"] | {"swa_rope_theta": 5}, "it says swa_rope_theta = 5"),
     "two bases of LFM2's": (PUBLISHED["LFM2 350M"] | {"theta": 5.0}, "it says theta = 5"),
     "an encoder's": ({"model_type": "bert", "num_hidden_layers": 513}, "num_hidden_layers is 513; it must be at most"),
     "a decoder's": ({"model_type": "bart", "decoder_layers": 10**6}, "decoder_layers is 1000000; it must be at most"),

@@ -33,6 +33,7 @@ def starcoder(make_checkpoint: Callable[..., Path]) -> Path:
         ({}, "a model of no stated type is not supported"),
         ({"model_type": "olmo2", "hidden_size": "many"}, "it describes no model olmo2: .*hidden_size"),
         ({"model_type": "vit"}, "it does not continue text"),
+        ({"model_type": "qwen3_vl_moe"}, "it is a network for images and texts of a family that is not supported"),
         ({"model_type": "marian"}, "supported encoder-decoders are bart, t5 and whisper"),
         ({"model_type": "mt5"}, "supported encoder-decoders are bart, t5 and whisper"),
         ({"model_type": "electra"}, "it is made to fill gaps in text"),

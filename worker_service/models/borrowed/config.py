@@ -121,6 +121,8 @@ def _why_not(network: Any, network_class: Any) -> str | None:
     if network.is_encoder_decoder:
         return "supported encoder-decoders are bart, t5 and whisper"
     if network_class is None:
+        if type(network) in AutoModelForImageTextToText._model_mapping:
+            return "it is a network for images and texts of a family that is not supported"
         return "it does not continue text"
     if network.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(network, "is_decoder", None) is False:
         return "it is made to fill gaps in text (is_decoder is false)"

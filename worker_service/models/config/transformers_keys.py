@@ -3,7 +3,7 @@
 import inspect
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import cache
 from operator import attrgetter
@@ -78,6 +78,32 @@ _ONLY: Mapping[str, Mapping[str, object]] = {
 }  # fmt: skip
 """Fields of transformers' classes that their code does not read, by family, with the value that the code implements."""
 
+
+def _of_mimo(network: Any) -> dict[str, object]:
+    """MiMo V2 Flash; transformers' class computes the layers' kinds in place of reading them."""
+    window = network.sliding_window - 1  # transformers counts the token itself
+    return {
+        "add_full_attention_sink_bias": False,
+        "add_swa_attention_sink_bias": True,
+        "attention_chunk_size": window,
+        "hybrid_layer_pattern": [int(kind == "sliding_attention") for kind in network.layer_types],
+        "layernorm_epsilon": network.rms_norm_eps,
+        "moe_layer_freq": [int(kind == "sparse") for kind in network.mlp_layer_types],
+        "scoring_func": "sigmoid",
+        "swa_head_dim": network.head_dim,
+        "swa_num_attention_heads": network.num_attention_heads,
+        "swa_num_key_value_heads": 2 * network.num_key_value_heads,
+        "swa_rope_theta": network.rope_parameters.get("sliding_attention", {}).get("rope_theta"),
+        "swa_v_head_dim": network.v_head_dim,
+        "topk_method": "noaux_tc",
+    }
+
+
+_COMPUTED: Mapping[str, Callable[[Any], Mapping[str, object]]] = {
+    "kimi_linear": lambda network: {"head_dim": network.hidden_size // network.num_attention_heads},
+    "mimo_v2_flash": _of_mimo,
+}
+"""Unread keys in published files, by family, with the values that follow from transformers' configuration object."""
 _OF_LINEAR_ATTENTION = {"full_attn_layers": "full_attention", "kda_layers": "linear_attention",
                         "head_dim": None, "num_heads": None, "short_conv_kernel_size": None}  # fmt: skip
 """Keys of Kimi Linear's `linear_attn_config`; lists of layers, counted from 1, with the layers' kind."""
@@ -89,6 +115,8 @@ def check_known(json: Mapping[str, Any], network: Any, network_class: Any) -> No
     keys, read = ReadKeys(json), _matches(_READS, network_class)
     keys.without_effect("architectures", "model_type", *(name for name in json if _is_known(name, network, read)))
     keys.neutral(**_NEUTRAL.get(network.model_type, {}))
+    if (computed := _COMPUTED.get(network.model_type)) is not None:
+        keys.neutral(**computed(network))
     keys.neutral(**{name: getattr(network, other) for name, other in _REPEATED.items() if hasattr(network, other)})
     properties = {name for name in json if isinstance(getattr(type(network), name, None), property)}
     keys.neutral(**{name: getattr(network, name) for name in properties - PROPERTIES})
@@ -156,8 +184,8 @@ def _check_full_layers(keys: ReadKeys, network: Any) -> None:
 
 
 def _check_kimi_linear(keys: ReadKeys, network: Any) -> None:
-    """Raise ValueError for a part of `linear_attn_config` that transformers' class ignores. Without positions, keys
-    about rotary embeddings have no effect, and no code reads `head_dim`."""
+    """Raise ValueError for a part of `linear_attn_config` that transformers' class ignores. Without positions,
+    `rope_theta` has no effect."""
     for name, value in (keys.plain.get("linear_attn_config") or {}).items():
         kind, said = _OF_LINEAR_ATTENTION.get(name), value
         if kind is not None:
@@ -166,7 +194,6 @@ def _check_kimi_linear(keys: ReadKeys, network: Any) -> None:
             refuse({f"linear_attn_config.{name}": value}, network.model_type)
     if keys.plain.get("mla_use_nope") is True:
         keys.without_effect("rope_theta")
-    keys.neutral(head_dim=network.hidden_size // network.num_attention_heads)
 
 
 def _check_repeated_of_rope(keys: ReadKeys, network: Any) -> None:

@@ -1,7 +1,10 @@
 """Keys of config.json that all native families read."""
 
 from collections.abc import Sequence
+from math import inf
 from typing import Any
+
+import torch
 
 from worker_service.models.config.config_limits import SIZES
 from worker_service.models.config.rope import Rope, read_rope, read_theta, rope_of
@@ -10,6 +13,7 @@ from worker_service.models.layers.mixers import Mixer
 from worker_service.read_keys import REFUSED, ReadKeys
 
 _OTHER_LENGTHS = ("max_seq_len", "max_seq_length", "max_sequence_length", "seq_len", "seq_length")
+_LARGEST_STEP = torch.finfo(torch.float32).max
 _KINDS = ("full_attention", "sliding_attention")
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -120,6 +124,16 @@ def rope_of_kind(
     parameters = newer if newer.plain else older
     theta = read_theta(parameters, json, theta_name, theta)
     return rope_of(parameters, json, head_dim, theta, is_scaled_length=is_scaled_length)
+
+
+def check_step_limits(json: ReadKeys) -> None:
+    """Mark `time_step_limit` of Mamba-2 as read if it limits no float32 number. transformers applies it to prompts
+    only."""
+    limits = json.plain.get("time_step_limit")
+    if isinstance(limits, list) and len(limits) == 2 and limits[0] == 0:
+        most = inf if limits[1] == {"__float__": "Infinity"} else limits[1]
+        if isinstance(most, int | float) and most >= _LARGEST_STEP:
+            json.without_effect("time_step_limit")
 
 
 def num_experts_of(json: ReadKeys, default: int) -> int:

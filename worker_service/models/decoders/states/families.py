@@ -1,14 +1,19 @@
 """Reads the config.json of families whose layers keep states, or in which such layers alternate with attention."""
 
 from collections.abc import Callable, Sequence
-from math import inf
 from typing import Any
 
 from kernels.linear.experts import Routing
 from worker_service.models.config.config_limits import MAX_EXPERTS, MAX_LAYERS
 from worker_service.models.config.rope import read_axial_rope, read_rope
 from worker_service.models.decoders.decoder_config import DecoderConfig, Mixture, MixtureNames
-from worker_service.models.decoders.readers.family_keys import head_dim_of, num_layers_of, read_layers, read_size
+from worker_service.models.decoders.readers.family_keys import (
+    check_step_limits,
+    head_dim_of,
+    num_layers_of,
+    read_layers,
+    read_size,
+)
 from worker_service.models.decoders.states.nemotron import read_nemotron_h
 from worker_service.models.layers.mixers import MAX_TAPS, DeltaNet, Mamba2, ShortConvolution
 from worker_service.read_keys import ReadKeys
@@ -16,7 +21,6 @@ from worker_service.read_keys import ReadKeys
 _ATTENTION = {"full_attention": True, "attention": True}
 _LINEAR = _ATTENTION | {"linear_attention": False, "mamba": False}
 """Kinds of layers, older names among them, and whether they are attention."""
-_NO_LIMITS = [0.0, inf], [0.0, {"__float__": "Infinity"}]
 _LFM2_NAMES = (
     ("input_layernorm", "operator_norm"),
     ("post_attention_layernorm", "ffn_norm"),
@@ -166,8 +170,7 @@ def read_granite_hybrid(json: ReadKeys) -> DecoderConfig:
 def _mamba2(json: ReadKeys, hidden_size: int) -> Mamba2:
     json.choice("hidden_act", ("silu",), "silu")  # the convolution's, too
     json.without_effect("mamba_chunk_size")
-    for limits in _NO_LIMITS:
-        json.neutral(time_step_limit=limits)
+    check_step_limits(json)
     heads, inner = json.integer("mamba_n_heads", 128, most=2**16), json.integer("mamba_expand", 2) * hidden_size
     json.neutral(mamba_d_head="auto")
     head_dim = inner // heads if json.plain.get("mamba_d_head", "auto") == "auto" else json.integer("mamba_d_head")
@@ -248,6 +251,8 @@ def _read_qwen(
             by_head=by_head,
         )
     json.neutral(attn_output_gate=True, mamba_ssm_dtype="float32")
+    for name in ("silu", "swish"):  # two names of the gates' activation in gated delta networks
+        json.neutral(output_gate_type=name)
     json.without_effect("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
     head_dim = head_dim_of(json, 256)
     if by_head:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from kernels.linear.experts import Routing
 from worker_service.models.config.config_limits import MAX_LAYERS
 from worker_service.models.decoders.decoder_config import DecoderConfig, Mixture, MixtureNames
-from worker_service.models.decoders.readers.family_keys import read_layers, read_size
+from worker_service.models.decoders.readers.family_keys import check_step_limits, read_layers, read_size
 from worker_service.models.layers.mixers import MAX_TAPS, Mamba2
 from worker_service.read_keys import ReadKeys
 from worker_service.wording import shown
@@ -15,7 +15,6 @@ _KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"
 _OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
 _HEAD_DIM = 128
 """The default, also of the first files' `attention_head_dim`."""
-_NO_LIMITS = [0.0, float("inf")], [0.0, {"__float__": "Infinity"}]
 _OF_EXPERTS = (
     "moe_intermediate_size", "moe_latent_size", "moe_shared_expert_intermediate_size", "n_group", "n_routed_experts",
     "n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "routed_scaling_factor", "topk_group",
@@ -38,8 +37,7 @@ def read_nemotron_h(json: ReadKeys) -> DecoderConfig:
         mamba_ssm_cache_dtype="float32", norm_eps=json.plain.get("layer_norm_epsilon"),
         rms_norm_eps=json.plain.get("layer_norm_epsilon"),
     )  # fmt: skip
-    for limits in _NO_LIMITS:
-        json.neutral(time_step_limit=limits)
+    check_step_limits(json)
     json.without_effect(
         "chunk_size", "expand", "moe_shared_expert_overlap", "mtp_hybrid_override_pattern",
         "mtp_layers_block_type", "num_logits_to_keep", "num_nextn_predict_layers", "partial_rotary_factor",
