@@ -42,6 +42,14 @@ _QWEN3_VL = {
     "hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 48, "num_position_embeddings": 16,
     "deepstack_visual_indexes": [0, 1],
 }  # fmt: skip
+_MISTRAL4 = {
+    "model_type": "mistral4", **_TEXT, "num_key_value_heads": 2, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+    "q_lora_rank": 12, "kv_lora_rank": 16, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "original_max_position_embeddings": 16,
+        "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+    },
+}  # fmt: skip
 _SIDES: dict[str, Any] = {
     "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 7,
@@ -166,6 +174,9 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "llava of pixtral": _pixtral({"vision_feature_select_strategy": "full", "vision_feature_layer": -1}, 1),
     "mistral3": _pixtral({"vision_feature_layer": -1, "spatial_merge_size": 2}, 2),
+    "mistral3 of mistral 4": _pixtral(
+        {"vision_feature_layer": -1, "spatial_merge_size": 2, "text_config": _MISTRAL4}, 2
+    ),
     "qwen2_vl": _qwen(
         {"embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2}, _QWEN_TEXT | {"rope_parameters": _SECTIONS}, "Qwen2VL"
     ),

@@ -23,8 +23,7 @@ class Routing:
     num_chosen: int
     """Experts for each token."""
     is_sigmoid: bool
-    """Whether scores are sigmoids of logits, as in V3; otherwise the softmax. A group's score is the sum of its two
-    largest, as in V3; otherwise the largest."""
+    """Whether scores are sigmoids of logits, as in V3; otherwise the softmax, as in V2."""
     renormalise: bool
     """Whether weights are divided by their sum."""
     scale: float
@@ -36,11 +35,13 @@ class Routing:
     """Whether experts are chosen by their sigmoids plus a trained bias."""
     least_sum: float = 1e-20
     """Added to the sum by which weights are divided: all weights may be 0."""
+    sums_pairs: bool = False
+    """Whether a group's softmax score is the sum of its two largest, as sigmoids' always is; otherwise the largest."""
 
     def __post_init__(self) -> None:
         size, rest = divmod(self.num_experts, self.num_groups)
-        if rest or (self.is_sigmoid and size < 2):
-            least = ", with at least 2 in each group" if self.is_sigmoid else ""
+        if rest or size < self.num_summed:
+            least = ", with at least 2 in each group" if self.num_summed == 2 else ""
             raise ValueError(
                 f"n_group is {self.num_groups}; it must divide n_routed_experts, which is {self.num_experts}{least}"
             )
@@ -49,6 +50,11 @@ class Routing:
                 f"topk_group is {self.num_chosen_groups}; it must be at most n_group, which is {self.num_groups}, and "
                 f"groups of {size} experts must have num_experts_per_tok, which is {self.num_chosen}"
             )
+
+    @property
+    def num_summed(self) -> int:
+        """Scores whose sum is a group's."""
+        return 2 if self.is_sigmoid or self.sums_pairs else 1
 
 
 def choose_by_groups(scores: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -59,7 +65,7 @@ def choose_by_groups(scores: Tensor, bias: Tensor | None, routing: Routing) -> t
     ranked = scores if bias is None else scores + bias
     if routing.num_groups > 1:
         grouped = ranked.view(-1, routing.num_groups, routing.num_experts // routing.num_groups)
-        best = grouped.sort(dim=2, descending=True).values[:, :, : 2 if routing.is_sigmoid else 1].sum(2)
+        best = grouped.sort(dim=2, descending=True).values[:, :, : routing.num_summed].sum(2)
         order = best.sort(dim=1, descending=True, stable=True).indices
         is_out = torch.ones_like(best, dtype=torch.bool).scatter_(1, order[:, : routing.num_chosen_groups], False)
         ranked = grouped.masked_fill(is_out.unsqueeze(2), -torch.inf).flatten(1)

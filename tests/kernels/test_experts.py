@@ -40,12 +40,12 @@ def test_of_equal_logits_the_lowest_numbers_are_chosen() -> None:
 
 
 @pytest.mark.parametrize(("num_groups", "num_chosen_groups"), [(1, 1), (4, 2), (4, 4), (6, 1)])
-@pytest.mark.parametrize("is_sigmoid", [False, True])
+@pytest.mark.parametrize(("is_sigmoid", "sums_pairs"), [(False, False), (False, True), (True, False)])
 def test_a_token_has_the_experts_of_its_best_groups(
-    is_sigmoid: bool, num_groups: int, num_chosen_groups: int, generator: torch.Generator
+    is_sigmoid: bool, sums_pairs: bool, num_groups: int, num_chosen_groups: int, generator: torch.Generator
 ) -> None:
     """Against one token and one group after the other. The bias, of V3 only, chooses and is in no weight."""
-    routing = Routing(12, 2, is_sigmoid, is_sigmoid, 1.5, num_groups, num_chosen_groups)
+    routing = Routing(12, 2, is_sigmoid, is_sigmoid, 1.5, num_groups, num_chosen_groups, sums_pairs=sums_pairs)
     logits, bias = 2 * torch.randn(41, 12, generator=generator), torch.randn(12, generator=generator) / 4
     given = logits.sigmoid() if is_sigmoid else logits.softmax(1)
     weights, experts = choose_by_groups(given, bias if is_sigmoid else None, routing)
@@ -54,7 +54,8 @@ def test_a_token_has_the_experts_of_its_best_groups(
         ranked = (scores + bias if is_sigmoid else scores).tolist()
         size = 12 // num_groups
         groups = [range(start, start + size) for start in range(0, 12, size)]
-        best = [sum(sorted((ranked[e] for e in group), reverse=True)[: 1 + is_sigmoid]) for group in groups]
+        count = 2 if is_sigmoid or sums_pairs else 1
+        best = [sum(sorted((ranked[e] for e in group), reverse=True)[:count]) for group in groups]
         kept = sorted(range(num_groups), key=lambda group: -best[group])[:num_chosen_groups]
         expected = sorted((e for group in kept for e in groups[group]), key=lambda expert: -ranked[expert])[:2]
         assert chosen.tolist() == expected

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from causal_networks import auto_class_of
 
 from kernels import backends
 
@@ -47,11 +48,12 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
     def make(model_type: str = "llama", **config: Any) -> Path:
         from tokenizers import Tokenizer
         from tokenizers.models import WordLevel
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
 
         path = tmp_path_factory.mktemp(f"tiny-{model_type}")
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **TINY | config))
+        network = AutoConfig.for_model(model_type, **TINY | config)
+        model = auto_class_of(network).from_config(network)
         # Fresh biases and norms are constant, and fresh weights small, which would hide errors.
         for name, parameter in model.named_parameters():
             is_norm = parameter.dim() == 1 and not name.endswith("bias")

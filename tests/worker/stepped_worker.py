@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from causal_networks import auto_class_of
 from fake_decode_graphs import MAX_NUM_ROWS
 from grouped_steps import GroupedSteps
 from torch import Tensor
@@ -175,9 +176,10 @@ class Oracle:
     """A checkpoint in transformers."""
 
     def __init__(self, path: Path, dtype: torch.dtype = torch.float32) -> None:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig
 
-        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
+        auto_class = auto_class_of(AutoConfig.from_pretrained(path))
+        self._model = auto_class.from_pretrained(path, dtype=dtype, attn_implementation="eager")
 
     def logprobs(self, token_ids: list[int]) -> Tensor:
         """The log-softmax at every position, [len(token_ids), vocabulary_size]."""

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from causal_networks import auto_class_of
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 VOCABULARY = 131
@@ -74,7 +75,7 @@ def tiny_network(model_type: str) -> Any:
     """A network with random weights. Raises whatever its code raises."""
     config = tiny_config(model_type)
     torch.manual_seed(0)
-    network = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    network = auto_class_of(config).from_config(config, attn_implementation="eager").eval()
     randomize(network)
     return network
 

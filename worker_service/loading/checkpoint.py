@@ -13,7 +13,13 @@ from pagewire_common.start_error import StartError
 from worker_service.loading.files.json_file import read_json
 from worker_service.loading.files.weight_files import WeightFiles
 from worker_service.loading.quantized.packed_weights import PackedFiles, PackedWeights
-from worker_service.loading.quantized.stacked_experts import FAMILIES, METHOD, MxFloat4Experts, StackedFiles
+from worker_service.loading.quantized.stacked_experts import (
+    IN_FLOAT8,
+    METHOD,
+    MxFloat4Experts,
+    StackedFiles,
+    stacked_family,
+)
 from worker_service.parallel.cut import UNCUT, Cut
 from worker_service.wording import shown
 
@@ -50,18 +56,22 @@ class Checkpoint:
         self.config = read_json(path / "config.json")
         self.generation = read_json(path / FILE) if (path / FILE).exists() else None
         """Content of generation_config.json; None without this file."""
-        self.quantization = quantization = self.config.pop("quantization_config", None)
-        """quantization_config of config.json; None for unquantised weights."""
+        quantization = self.config.pop("quantization_config", None)
+        if quantization is None and isinstance(text := self.config.get("text_config"), dict):
+            quantization = text.pop("quantization_config", None)  # Kimi K2.5
+        self.quantization = quantization
+        """quantization_config of config.json or of its text network; None for unquantised weights."""
         self.packed: PackedWeights | MxFloat4Experts | None = None
         """Quantised weights; None if there are none, or if config.json says to dequantise them."""
         if weights is None:
             files = weights = WeightFiles(path)
             in_mx_float4 = isinstance(quantization, dict) and quantization.get("quant_method") == METHOD
-            if in_mx_float4 or (quantization is None and self.config.get("model_type") in FAMILIES):
-                weights = StackedFiles(files, quantization, self.config.get("model_type"))
+            family = stacked_family(self.config)
+            if in_mx_float4 or (quantization is None and family is not None):
+                weights = StackedFiles(files, quantization, family)
                 self.packed = weights.packed
             elif quantization is not None:
-                self.packed = _read_packed(files, quantization, path / "config.json")
+                self.packed = _read_packed(files, quantization, path / "config.json", has_stacks=family in IN_FLOAT8)
                 weights = PackedFiles(files, self.packed)
         self._weights = weights
 
@@ -104,10 +114,10 @@ class Checkpoint:
         self._weights.load_into(places, cuts)
 
 
-def _read_packed(files: WeightFiles, quantization: object, file: Path) -> PackedWeights:
+def _read_packed(files: WeightFiles, quantization: object, file: Path, *, has_stacks: bool) -> PackedWeights:
     if not isinstance(quantization, dict):
         raise StartError(f"{file}: quantization_config is {shown(quantization)}; it must be an object")
-    return PackedWeights(files, quantization)
+    return PackedWeights(files, quantization, has_stacks=has_stacks)
 
 
 def _add(digest: "hashlib._Hash", name: str, content: bytes) -> None:

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from causal_networks import auto_class_of
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 from network_with_states import NetworkWithStates
 from torch import Tensor
 
 from kernels.inputs import AttentionMetadata
+from worker_service.loading.quantized.stacked_experts import is_turned
 from worker_service.models.config.rope import ROPE_KEYS
 from worker_service.models.decoders import families
 from worker_service.models.decoders.decoder import Decoder
@@ -84,6 +86,13 @@ def small(family: str) -> dict[str, Any]:
     if family == "nemotron_h":  # transformers ignores a window and a number of layers, which we refuse
         del found["sliding_window"]
         found["layers_block_type"] = ["linear_attention", "moe", "full_attention"]
+    if family in ("ministral3", "mistral4"):  # factors on queries that differ in a short text
+        found["rope_parameters"] = {
+            "rope_type": "yarn", "rope_theta": 100.0, "factor": 16.0, "original_max_position_embeddings": 8,
+            "mscale": 0.7, "mscale_all_dim": 1.2, "llama_4_scaling_beta": 0.3,
+        }  # fmt: skip
+    if family == "mistral4":
+        found["head_dim"] = found["qk_nope_head_dim"] + found["qk_rope_head_dim"]
     return found | ({"num_key_value_heads": SMALL["num_attention_heads"]} if "kv_lora_rank" in found else {})
 
 
@@ -164,12 +173,12 @@ def changes(draw: st.DrawFn, family: str) -> dict[str, Any]:
 
 def theirs_of(json: dict[str, Any]) -> tuple[Any, Tensor] | None:
     """transformers' network of random weights, and its logits; None where it makes none."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     try:
         torch.manual_seed(0)
         config = AutoConfig.for_model(**copy.deepcopy(json))
-        network = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        network = auto_class_of(config).from_config(config, attn_implementation="eager").eval()
         for name, parameter in network.named_parameters():
             is_norm = parameter.dim() == 1 and not name.endswith("bias")
             torch.nn.init.normal_(parameter, mean=float(is_norm), std=0.2)
@@ -199,7 +208,8 @@ def ours_of(config: DecoderConfig, network: Any) -> Tensor:
     from worker_service.models.borrowed.weights import checkpoint_places
 
     model = Decoder(config, torch.float32, CPU)
-    places, tensors = model.checkpoint_tensors(), single_experts(checkpoint_places(network))
+    turned = is_turned(network.config.model_type)
+    places, tensors = model.checkpoint_tensors(), single_experts(checkpoint_places(network), turned)
     if places.keys() != tensors.keys():
         raise RefusedError(f"tensors: {places.keys() ^ tensors.keys()}")
     for name, place in places.items():
@@ -218,9 +228,9 @@ def ours_of(config: DecoderConfig, network: Any) -> Tensor:
         return model.compute_logits(hidden)
 
 
-def single_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """gpt-oss, Llama 4, Gemma 4 and Granite store a projection of all experts as one tensor; our network has those of
-    each. The layers of Nemotron-H are in a `backbone`."""
+def single_experts(tensors: dict[str, Tensor], turned: bool) -> dict[str, Tensor]:
+    """gpt-oss, Llama 4, Gemma 4, Mistral 4 and Granite store a projection of all experts as one tensor; our network has
+    those of each. The layers of Nemotron-H are in a `backbone`."""
     found = {}
     for stored, tensor in tensors.items():
         name = re.sub("^backbone", "model", stored)
@@ -231,10 +241,10 @@ def single_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if not dot or "." in projection:
             found[name] = tensor
             continue
-        is_bias, is_gemma = projection.endswith("_bias"), experts.rpartition(".")[2].isdecimal()
+        is_bias = projection.endswith("_bias")
         for number, part in enumerate(tensor):
             kind = f"{projection.removesuffix('_bias')}.{'bias' if is_bias else 'weight'}"
-            found[f"{experts}.experts.{number}.{kind}"] = part if is_bias or is_gemma else part.T
+            found[f"{experts}.experts.{number}.{kind}"] = part.T if turned and not is_bias else part
     return found
 
 

@@ -1,6 +1,7 @@
 """A native family's config.json reads as transformers reads it, whatever it leaves out and however old it is."""
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,7 @@ MIXTURES = ("glm4_moe", "gpt_oss", "minimax_m2", "mixtral", "qwen3_moe")
 UNKNOWN = {"mimo": "qwen2"}
 """Families that transformers does not know, each with one that it does, which they are like."""
 # Every key of families with states is compared by `test_config_sweep`, too.
-LATENTS = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"}
+LATENTS = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "mistral4"}
 """Families with latent attention, whose every key `test_config_sweep` compares."""
 WITH_TWO_SIZES = {"gemma4_text", "gemma4_unified_text"}
 """Families with heads of two sizes, whose every key `test_config_sweep` compares."""
@@ -203,6 +204,67 @@ def test_kimi_k2_is_deepseek_v3() -> None:
     assert found.layers[0].rope is not None
     assert found.layers[0].rope.scale == 1
     assert [layer.mixture is None for layer in found.layers] == [True, False, False, False, False]
+
+
+def test_the_text_network_of_kimi_k25_is_kimi_k2() -> None:
+    """Keys as in the published file of Kimi K2.5."""
+    whole = {
+        "architectures": ["KimiK25ForConditionalGeneration"], "auto_map": {}, "bos_token_id": 163584,
+        "eos_token_id": 163585, "ignore_index": -100, "media_placeholder_token_id": 163605, "model_type": "kimi_k25",
+        "pad_token_id": 163839, "text_config": KIMI, "tie_word_embeddings": False, "use_unified_vision_chunk": True,
+        "video_placeholder": "<|kimi_k25_video_placeholder|>", "vision_config": {"patch_size": 14},
+    }  # fmt: skip
+    found, known = read_config(whole), read_config(KIMI)
+    assert isinstance(found, DecoderConfig)
+    assert isinstance(known, DecoderConfig)
+    assert replace(known, layers=found.layers, ignored_tensors=found.ignored_tensors) == found
+    assert any(re.search(pattern, "mm_projector.proj.0.weight") for pattern in found.ignored_tensors)
+    with pytest.raises(ValueError, match="it says odd = 1"):
+        read_config(whole | {"odd": 1})
+
+
+def mistral4(**changes: Any) -> dict[str, Any]:
+    """Keys as in the published file of Mistral Small 4."""
+    rope = {"type": "yarn", "rope_type": "yarn", "rope_theta": 10000.0, "factor": 128.0, "beta_fast": 32.0,
+            "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 8192,
+            "max_position_embeddings": 1048576, "llama_4_scaling_beta": 0.1, "partial_rotary_factor": 0.5}  # fmt: skip
+    sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+             "vocab_size": 131072, "max_position_embeddings": 1048576}  # fmt: skip
+    return {"model_type": "mistral4", **sizes, "rope_parameters": rope | changes.pop("rope", {}), **changes}
+
+
+def test_mistral4_has_factors_on_queries_and_scores() -> None:
+    for json in (mistral4(), mistral4(rope_parameters=None)):  # the defaults
+        config = read_config(json)
+        assert isinstance(config, DecoderConfig)
+        assert config.attention_scale == pytest.approx(128**-0.5 * (0.1 * math.log(128) + 1) ** 2)
+        (temperature,) = {layer.temperature for layer in config.layers}
+        assert temperature is not None
+        factors = temperature.factors(torch.tensor([0, 8191, 8192, 16383, 16384])).flatten()
+        expected = [1.0, 1.0, *[1 + 0.1 * math.log(2)] * 2, 1 + 0.1 * math.log(3)]
+        torch.testing.assert_close(factors, torch.tensor(expected))
+        assert (config.num_kv_heads, config.head_dim, config.max_model_len) == (1, 320, 1048576)
+    plain = read_config(mistral4(rope={"mscale_all_dim": 0, "attention_factor": 1.0}))
+    assert isinstance(plain, DecoderConfig)
+    assert plain.attention_scale == 128**-0.5
+    assert plain.layers[0].rope is not None
+    assert plain.layers[0].rope.scale == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"head_dim": 64}, "head_dim is 64; it must be qk_nope_head_dim [+] qk_rope_head_dim, which is 128"),
+        ({"rope": {"partial_rotary_factor": 1.0}}, "partial_rotary_factor is 1.0; it must be the rotated part of a he"),
+        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25; it must be the rotated part of a head, 0.5"),
+        ({"rope": {"original_max_position_embeddings": None}}, "without original_max_position_embeddings, which it"),
+        ({"n_group": 128}, "n_group is 128; it must divide n_routed_experts, which is 128, with at least 2 in each"),
+        ({"scoring_func": "sigmoid"}, "it says scoring_func = 'sigmoid', which is not supported"),
+    ],
+)
+def test_what_mistral4_does_not_support_is_named(change: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        read_config(mistral4(**change))
 
 
 @pytest.mark.parametrize(

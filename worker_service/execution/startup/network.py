@@ -257,7 +257,10 @@ class Network:
         assert isinstance(self.config, DecoderConfig)
         counts = Counter(found[0] for name in packed if ".experts." in name and (found := _LAYER.match(name)))
         mixtures = {f"model.layers.{n}.": layer.mixture for n, layer in enumerate(self.config.layers) if layer.mixture}
-        return all(counts[name] in (0, 3 * mixture.num_experts) for name, mixture in mixtures.items())
+        return all(
+            counts[name] in (0, (1 + len(mixture.names.gate_up)) * mixture.num_experts)
+            for name, mixture in mixtures.items()
+        )
 
     def _can_pack(self, scheme: Quantization) -> bool:
         """Whether weights can be packed in this scheme."""

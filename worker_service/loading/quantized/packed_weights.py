@@ -17,6 +17,7 @@ from worker_service.loading.files.tensor_names import spellings
 from worker_service.loading.files.weight_files import WeightFiles
 from worker_service.loading.quantized import float8_weights
 from worker_service.loading.quantized.compressed_groups import Block
+from worker_service.loading.quantized.float8_stacks import Float8Stacks
 from worker_service.loading.quantized.quantization_config import QuantizationConfig
 from worker_service.parallel.cut import UNCUT, Cut
 from worker_service.wording import named, shown
@@ -45,8 +46,9 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
     share = 5 / 8
     """Maximum bytes of a weight, as a share of 16 bits: at most two 16-bit scales for 16 numbers of 8 bits."""
 
-    def __init__(self, files: WeightFiles, config: Mapping[str, Any]) -> None:
-        """config: the quantization_config. Raises StartError if unsupported."""
+    def __init__(self, files: WeightFiles, config: Mapping[str, Any], *, has_stacks: bool = False) -> None:
+        """config: the quantization_config; has_stacks: whether experts in fp8 are in stacks. Raises StartError if
+        unsupported."""
         self._files = files
         try:
             self.config = QuantizationConfig.from_json(config)
@@ -56,6 +58,7 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
             "gptq": self._gptq, "awq": self._awq, "compressed-tensors": self._compressed, "fp8": self._float8
         }  # fmt: skip
         self._read = readers[self.config.layout]
+        self._stacks = Float8Stacks(files, self.config) if has_stacks and self.config.layout == "fp8" else None
 
     @property
     def _parts(self) -> Collection[tuple[str, str]]:
@@ -68,7 +71,10 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
     @property
     def schemes(self) -> set[Literal["fp8", "gguf"]]:
         """Schemes of `Linear` for these weights."""
-        return {"fp8" if self._files.dtypes.get(name) == "F8_E4M3" else "gguf" for name in self}
+        found: set[Literal["fp8", "gguf"]] = {
+            "fp8" if self._files.dtypes.get(name) == "F8_E4M3" else "gguf" for name in self._matrices()
+        }
+        return found | {"fp8"} if self._stacks else found
 
     @property
     def block(self) -> Block | None:
@@ -77,10 +83,14 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
 
     @property
     def stores_input_scales(self) -> bool:
-        in_files = any(name.rpartition(".")[2] in _INPUT_SCALES for name in self._files.dtypes)
+        in_files = any(name.endswith(_INPUT_SCALES) for name in self._files.dtypes)
         return "fp8" in self.schemes and (in_files or self.config.stores_input_scales)
 
     def __iter__(self) -> Iterator[str]:
+        yield from self._matrices()
+        yield from self._stacks or ()
+
+    def _matrices(self) -> Iterator[str]:
         for name, found in self._files.dtypes.items():
             layer, _, part = name.rpartition(".")
             if (part, found) in self._parts:
@@ -90,7 +100,7 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
         return sum(1 for _ in self)
 
     def __contains__(self, name: object) -> bool:
-        return self._stored_name(str(name)) is not None
+        return self._stored_name(str(name)) is not None or (self._stacks is not None and name in self._stacks)
 
     def _stored_name(self, name: str) -> str | None:
         """The name of a quantised weight in the files, or None. See `spellings`."""
@@ -102,9 +112,12 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
 
     def __getitem__(self, name: str) -> QuantizedWeight:
         """Raises KeyError for an unquantised weight, and StartError for invalid tensors."""
-        if (stored := self._stored_name(name)) is None:
-            raise KeyError(name)
+        stored = self._stored_name(name)
         try:
+            if stored is None and self._stacks is not None:
+                return self._stacks[name]
+            if stored is None:
+                raise KeyError(name)
             return self._read(stored.removesuffix("weight"))
         except (ValueError, TypeError, IndexError, RuntimeError) as error:  # shapes in the file may be wrong
             raise StartError(f"the quantised weight {named(name)} cannot be read: {error}") from error
@@ -118,6 +131,8 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
 
     def tensors_of(self, name: str) -> list[str]:
         """Names of the tensors that store a quantised weight."""
+        if self._stacks is not None and name in self._stacks:
+            return self._stacks.tensors_of(name)
         layer = (self._stored_name(name) or name).removesuffix("weight")
         return [layer + part for part in _TENSORS if self._has(layer, part)]
 

@@ -2,7 +2,7 @@
 
 gpt-oss and Llama 4: experts.NAME, [experts, inputs, outputs], with biases experts.NAME_bias, [experts, outputs].
 Qwen3-VL: so, too; but [experts, outputs, inputs] if transformers 5 has saved the file.
-Gemma 4: experts.NAME, [experts, outputs, inputs].
+Gemma 4 and Mistral 4: experts.NAME, [experts, outputs, inputs].
 Granite: NAME.weight, [experts, outputs, inputs], beside the router.
 
 In MXFP4, two uint8 tensors store NAME: NAME_blocks, [experts, outputs, inputs / 32, 16], has two e2m1 numbers a byte,
@@ -25,38 +25,43 @@ from worker_service.loading.quantized.quantization_keys import FLAG, TEXTS, chec
 from worker_service.parallel.cut import UNCUT, Cut
 from worker_service.wording import named
 
-TURNED_BY_SOME = ("qwen3_vl_moe", "qwen3_vl_moe_text")
-"""Values of `model_type` of networks whose checkpoints store inputs before outputs, or outputs before inputs."""
-FAMILIES = ("gemma4", "gemma4_text", "gpt_oss", "granitemoehybrid", "llama4", "llama4_text", *TURNED_BY_SOME)
-"""Values of `model_type` of networks whose checkpoints store experts so."""
+_TURNED = {"gpt_oss": True, "llama4": True, "llama4_text": True, "gemma4": False, "gemma4_text": False,
+           "granitemoehybrid": False, "mistral4": False, "qwen3_vl_moe": None, "qwen3_vl_moe_text": None}  # fmt: skip
+"""Whether stacks have an expert's inputs before its outputs, by the `model_type` of networks with stacks. None: some
+checkpoints do, and the shapes show it."""
+IN_FLOAT8 = ("mistral4",)
+"""Families whose stacks in fp8 are read."""
 METHOD = "mxfp4"
 """The `quant_method` of config.json."""
 _KEYS = {"modules_to_not_convert": TEXTS, "dequantize": FLAG}
 """Keys of the quantization_config. The names of the tensors show which weights are in MXFP4."""
 _GRANITES = ".block_sparse_moe.experts"
-_GEMMAS = re.compile(r"layers\.\d+\.experts$")
 _NAME = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.(weight|bias)")
 
 
-class _Part(NamedTuple):
+def stacked_family(config: Mapping[str, Any]) -> str | None:
+    """The `model_type` of the network of this config.json, or of its text network, if checkpoints have stacks."""
+    inner = config.get("text_config")
+    families = (config.get("model_type"), inner.get("model_type") if isinstance(inner, dict) else None)
+    return next((family for family in families if isinstance(family, str) and family in _TURNED), None)
+
+
+class ExpertPart(NamedTuple):
     """One expert's part of a stack."""
 
     stack: str
     number: int
-    is_turned: bool
-    """Whether the stack has an expert's inputs before its outputs."""
+    is_bias: bool
 
     @classmethod
-    def of(cls, name: str) -> "_Part | None":
+    def of(cls, name: str) -> "ExpertPart | None":
         """None if the tensor is no expert's."""
         if (found := _NAME.fullmatch(name)) is None:
             return None
         experts, number, projection, kind = found.groups()
         if experts.endswith(_GRANITES):
-            return cls(f"{experts.removesuffix('.experts')}.{projection}.{kind}", int(number), False)
-        is_bias = kind == "bias"
-        is_turned = not is_bias and not _GEMMAS.search(experts)
-        return cls(f"{experts}.{projection}{'_bias' * is_bias}", int(number), is_turned)
+            return cls(f"{experts.removesuffix('.experts')}.{projection}.{kind}", int(number), kind == "bias")
+        return cls(f"{experts}.{projection}{'_bias' * (kind == 'bias')}", int(number), kind == "bias")
 
 
 class MxFloat4Experts(Mapping[str, QuantizedWeight]):
@@ -83,12 +88,12 @@ class MxFloat4Experts(Mapping[str, QuantizedWeight]):
         return sum(1 for _ in self)
 
     def __contains__(self, name: object) -> bool:
-        part = _Part.of(str(name))
+        part = ExpertPart.of(str(name))
         return part is not None and self.has(part.stack)
 
     def __getitem__(self, name: str) -> MxFloat4Weight:
         """Raises KeyError for a weight that is not in MXFP4, and StartError for invalid tensors."""
-        part = _Part.of(name)
+        part = ExpertPart.of(name)
         if part is None or not self.has(part.stack):
             raise KeyError(name)
         blocks, scales = (self._files.read_row(f"{part.stack}_{kind}", part.number) for kind in ("blocks", "scales"))
@@ -116,10 +121,10 @@ class MxFloat4Experts(Mapping[str, QuantizedWeight]):
 class StackedFiles:
     """Weights of a checkpoint with stacked experts, for networks with floating-point weights. See `Weights`."""
 
-    def __init__(self, files: WeightFiles, config: Mapping[str, Any] | None, family: object = None) -> None:
-        """config: the quantization_config, or None. family: the `model_type`. Raises StartError for an unknown key."""
-        self._files, self._narrow = files, MxFloat4Experts(files)
-        self._turned_by_some = family in TURNED_BY_SOME
+    def __init__(self, files: WeightFiles, config: Mapping[str, Any] | None, family: str | None) -> None:
+        """config: the quantization_config, or None; family: see `stacked_family`. Raises StartError for an unknown
+        key."""
+        self._files, self._narrow, self._turned = files, MxFloat4Experts(files), _TURNED.get(family or "", True)
         try:
             check_keys("", config or {}, _KEYS)
         except ValueError as error:
@@ -136,7 +141,7 @@ class StackedFiles:
         numbers: dict[str, int] = {}
         turned: set[str] = set()
         for name, place in expected.items():
-            if (part := _Part.of(name)) is None:
+            if (part := ExpertPart.of(name)) is None:
                 places[name] = place
             else:
                 shapes[part.stack] = tuple(cuts[name].shape if name in cuts else place.shape)
@@ -153,7 +158,7 @@ class StackedFiles:
     def check_none_left(self, taken: Collection[str], ignored: Collection[str] = ()) -> None:
         names: set[str] = set()
         for name in taken:
-            part = _Part.of(name)
+            part = ExpertPart.of(name)
             if part is not None and self._narrow.has(part.stack):
                 names |= {f"{part.stack}_blocks", f"{part.stack}_scales"}
             else:
@@ -166,23 +171,23 @@ class StackedFiles:
     def load_into(self, places: Mapping[str, Tensor], cuts: Mapping[str, Cut] = UNCUT) -> None:
         """One expert at a time is read whole, and in MXFP4 widened to float32."""
         self.check(places, cuts)
-        self._files.load_into({name: place for name, place in places.items() if _Part.of(name) is None}, cuts)
+        self._files.load_into({name: place for name, place in places.items() if ExpertPart.of(name) is None}, cuts)
         for name, place in places.items():
-            if (part := _Part.of(name)) is not None:
+            if (part := ExpertPart.of(name)) is not None:
                 whole = self._whole(name, part)
                 place.copy_(cuts[name].of(whole) if name in cuts else whole)
 
-    def _whole(self, name: str, part: _Part) -> Tensor:
+    def _whole(self, name: str, part: ExpertPart) -> Tensor:
         if self._narrow.has(part.stack):
             return widened(self._narrow[name])
         stored = self._files.read_row(part.stack, part.number)
         return stored.T if self._is_turned(part) else stored
 
-    def _is_turned(self, part: _Part) -> bool:
+    def _is_turned(self, part: ExpertPart) -> bool:
         """Whether the stack has inputs before outputs. The shapes of a layer's two stacks show it together; one alone
         may be square."""
-        if not (part.is_turned and self._turned_by_some):
-            return part.is_turned
+        if part.is_bias or self._turned is not None:
+            return self._turned is True and not part.is_bias
         experts, _, _ = part.stack.rpartition(".")
         gate_up, down = (self._files.shape(f"{experts}.{name}") for name in ("gate_up_proj", "down_proj"))
         return not (len(gate_up) == len(down) == 3 and gate_up[1] == 2 * down[2] and gate_up[2] == down[1])

@@ -40,6 +40,9 @@ _OF_GEMMA4 = frozenset({"audio_config", "audio_ms_per_token", "audio_soft_tokens
                         "boa_token_id", "boi_token_id", "eoa_token_id", "eoa_token_index", "eoi_token_id",
                         "image_token_id", "video_token_id", "vision_config", "vision_soft_tokens_per_image",
                         "vision_soft_tokens_per_video_frame"})  # fmt: skip
+_OF_KIMI = frozenset({"ignore_index", "image_token_id", "media_placeholder_token_id", "projection_hidden_size",
+                      "projection_layer_norm_eps", "use_unified_vision_chunk", "video_placeholder", "video_token_id",
+                      "vision_config", "vision_end_token_id", "vision_start_token_id"})  # fmt: skip
 _OF_AUDIO = frozenset({"audio_config", "audio_token_id", "audio_token_index", "ignore_index"})
 _OF_VOXTRAL = frozenset({"audio_config", "audio_token_id", "projector_hidden_act"})
 _FAMILIES = {
@@ -48,6 +51,7 @@ _FAMILIES = {
     "gemma4_unified": _Whole("Gemma4Unified", "gemma4_unified_text", _OF_GEMMA4, ties=True, pads=True),
     "idefics3": _Whole("Idefics3", "llama", _OF_IDEFICS, takes_others=True),
     "internvl": _Whole("InternVL", "qwen2", _OF_LLAVA | {"downsample_ratio"}, takes_others=True, ties=True),
+    "kimi_k25": _Whole("Kimi_K25", "deepseek_v3", _OF_KIMI, takes_others=True, ties=True),
     "llama4": _Whole("Llama4", "llama4_text", _OF_LLAMA4),
     "llava": _Whole("Llava", "llama", _OF_LLAVA, takes_others=True),
     "llava_next": _Whole("LlavaNext", "llama", _OF_LLAVA | {"image_grid_pinpoints"}, takes_others=True),
@@ -93,11 +97,19 @@ _DEFAULTS: Mapping[str, Mapping[str, object]] = {
         "num_hidden_layers": 30, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e8,
         "vocab_size": 131_072,
     },
+    "ministral3": {
+        "hidden_size": 4096, "intermediate_size": 14_336, "max_position_embeddings": 262_144,
+        "num_attention_heads": 32, "num_hidden_layers": 34, "vocab_size": 131_072,
+    },
+    "mistral4": {
+        "hidden_size": 4096, "intermediate_size": 12_288, "max_position_embeddings": 1_048_576,
+        "num_attention_heads": 32, "num_hidden_layers": 36, "vocab_size": 131_072,
+    },
 }  # fmt: skip
 """Values that published files leave out, because they are transformers' defaults: of a family of text networks, or of
 a family of wholes, whatever its text network is."""
 TENSORS_OF_IMAGES = (
-    r"^(model\.)?(audio_tower|connector|embed_(audio|vision)|image_newline|multi_modal_projector"
+    r"^(model\.)?(audio_tower|connector|embed_(audio|vision)|image_newline|mm_projector|multi_modal_projector"
     r"|vision_(embedder|model|tower)|visual)(\.|$)",
 )
 """Patterns for names of tensors of the part for images."""
@@ -114,7 +126,8 @@ def text_part(json: Mapping[str, Any]) -> Mapping[str, Any]:
     if family not in _FAMILIES:
         return json
     whole = _FAMILIES[family]
-    if set(architectures(json)) - {f"{whole.network}ForConditionalGeneration"}:
+    network = f"{whole.network}ForConditionalGeneration".replace("_", "")  # Kimi's files spell it without
+    if any(name.replace("_", "") != network for name in architectures(json)):
         return json
     if text is None and family in _FLAT:
         text = {name: value for name, value in json.items() if name not in {"architectures", "model_type", *whole.keys}}

@@ -287,7 +287,10 @@ class LatentAttention:
         inputs = x
         if self._query_down is not None:
             inputs = ops.rms_norm(self._query_down(x, adapter_slots), self._query_norm, _LATENT_EPS)
-        queries = self._query(inputs, adapter_slots).view(len(x), -1, latent.query_dim)
+        queries = self._query(inputs, adapter_slots)
+        if by_position.factors is not None:
+            queries = (queries * by_position.factors).to(x.dtype)
+        queries = queries.view(len(x), -1, latent.query_dim)
         plain, turned = torch.split(queries, [latent.plain_dim, latent.rotary_dim], dim=2)
         down = self._down(x, adapter_slots)
         normed = ops.rms_norm(down[:, : latent.rank], self._norm, _LATENT_EPS)

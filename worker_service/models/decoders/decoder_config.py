@@ -112,11 +112,13 @@ class Temperature:
     step: int
     """Positions with equal factors."""
     growth: float
+    first: int = 1
+    """The number by which the first position counts."""
 
     def factors(self, positions: Tensor) -> Tensor:
         """positions: [num_tokens] int64. Returns [num_tokens, 1] float32. In float64, the last elements of a tensor,
         which torch computes by other instructions, round to the same bits."""
-        steps = ((positions + 1) // self.step).double()
+        steps = ((positions + self.first) // self.step).double()
         return (steps.log1p() * self.growth + 1.0).float()[:, None]
 
 

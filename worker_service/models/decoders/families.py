@@ -2,6 +2,7 @@
 ValueError for unsupported settings. Unread keys are refused (see `config_keys`)."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from worker_service.models.config.config_keys import check_all_read, check_generates
@@ -12,13 +13,16 @@ from worker_service.models.decoders.readers.deepseek import (
     read_deepseek_v3,
     read_glm4_moe,
     read_glm4_moe_lite,
+    read_mistral4,
 )
 from worker_service.models.decoders.readers.family_keys import (
     head_dim_of,
     num_layers_of,
     read_layers,
     read_qwen_windows,
+    read_temperature,
     rope_of_kind,
+    rope_parameters,
     window_of,
     windows_of,
 )
@@ -49,6 +53,28 @@ def _mistral(json: ReadKeys) -> DecoderConfig:
     return read_layers(
         json, num_kv_heads=8, windows=[json.integer("sliding_window", 4096, null=None)] * num_layers_of(json)
     )
+
+
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "original_max_position_embeddings": 16_384,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+
+
+def _ministral3(json: ReadKeys) -> DecoderConfig:
+    """Mistral with queries that grow with their positions, as in Llama 4. (Mistral AI, 2025.)"""
+    num_layers, head_dim = num_layers_of(json), None if json.plain.get("head_dim", 128) is None else 128
+    rope = read_rope(json, head_dim_of(json, head_dim), default=_MINISTRAL3_ROPE)
+    temperature = read_temperature(json, rope_parameters(json, _MINISTRAL3_ROPE))
+    config = read_layers(
+        json,
+        num_kv_heads=8,
+        head_dim=head_dim,
+        eps=1e-5,
+        ropes=[rope] * num_layers,
+        windows=[json.integer("sliding_window", None, null=None)] * num_layers,
+    )
+    return replace(config, layers=tuple(replace(layer, temperature=temperature) for layer in config.layers))
 
 
 def _qwen2(json: ReadKeys) -> DecoderConfig:
@@ -176,7 +202,9 @@ FAMILIES: dict[str, Callable[[ReadKeys], DecoderConfig]] = FAMILIES_WITH_STATES 
     "llama4_text": read_llama4,
     "mimo": _mimo,
     "minimax_m2": read_minimax_m2,
+    "ministral3": _ministral3,
     "mistral": _mistral,
+    "mistral4": read_mistral4,
     "mixtral": read_mixtral,
     "olmo3": _olmo3,
     "phi3": _phi3,

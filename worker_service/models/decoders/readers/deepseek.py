@@ -1,17 +1,30 @@
-"""Reads the config.json of DeepSeek V2 and V3, and of networks like V3: Kimi K2, GLM-4.7-Flash and GLM-4.5. All have
-experts in groups beside shared ones, and all but GLM-4.5 latent attention. (DeepSeek-AI, 2024.)"""
+"""Reads the config.json of DeepSeek V2 and V3, and of networks like V3: Kimi K2, GLM-4.7-Flash, GLM-4.5 and Mistral 4.
+All have experts in groups beside shared ones, and all but GLM-4.5 latent attention. (DeepSeek-AI, 2024.)"""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import log
 from typing import Any
 
 from kernels.linear.experts import Routing
 from worker_service.models.config.rope import read_rope
 from worker_service.models.decoders.decoder_config import DecoderConfig, Latent, Mixture, MixtureNames
-from worker_service.models.decoders.readers.family_keys import head_dim_of, num_layers_of, read_layers, read_size
+from worker_service.models.decoders.readers.family_keys import (
+    head_dim_of,
+    num_layers_of,
+    read_layers,
+    read_size,
+    read_temperature,
+    rope_parameters,
+)
 from worker_service.read_keys import REFUSED, ReadKeys
 
 _NAMES = MixtureNames("mlp.gate", "mlp.experts", gate="gate_proj", up="up_proj", down="down_proj")
+_STACKED = MixtureNames("mlp.gate", "mlp.experts", gate="gate_up_proj", up=None, down="down_proj")
+_MISTRAL4_ROPE = {
+    "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 128.0, "original_max_position_embeddings": 8192,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
 
 
 def read_deepseek_v2(json: ReadKeys) -> DecoderConfig:
@@ -72,6 +85,46 @@ def read_glm4_moe(json: ReadKeys) -> DecoderConfig:
     )
 
 
+def read_mistral4(json: ReadKeys) -> DecoderConfig:
+    """DeepSeek V3 with softmax scores, without a trained bias, and with queries that grow with their positions, as in
+    Llama 4. (Mistral AI, 2026.)"""
+    plain, rotary = read_size(json, "qk_nope_head_dim", 64), read_size(json, "qk_rope_head_dim", 64)
+    head_dim, parameters = plain + rotary, rope_parameters(json, _MISTRAL4_ROPE)
+    if (said := json.integer("head_dim", head_dim, null=head_dim)) != head_dim:
+        raise ValueError(f"head_dim is {said}; it must be qk_nope_head_dim + qk_rope_head_dim, which is {head_dim}")
+    for keys in (json, parameters):
+        share = keys.number("partial_rotary_factor", None, null=None)
+        if share not in (None, rotary / head_dim):
+            raise ValueError(
+                f"partial_rotary_factor is {share}; it must be the rotated part of a head, {rotary / head_dim}"
+            )
+    mixture = _mixture(
+        json,
+        (read_size(json, "n_group", 1), read_size(json, "topk_group", 1)),
+        is_sigmoid=False,
+        renormalise=json.boolean("norm_topk_prob", True),
+        scale=1.0,
+        num_experts=128,
+        num_chosen=4,
+        size=2048,
+        num_shared=1,
+        names=_STACKED,
+        sums_pairs=True,
+    )
+    interleaved = json.boolean("rope_interleave", True, null=False)
+    config = _read(
+        json,
+        mixture,
+        _after(json, 0),
+        query_rank=1024,
+        interleaved=interleaved,
+        sizes=(256, 64, 64, 128),
+        rope=_MISTRAL4_ROPE,
+    )
+    temperature = read_temperature(json, parameters)
+    return replace(config, layers=tuple(replace(layer, temperature=temperature) for layer in config.layers))
+
+
 def _read_like_v3(
     json: ReadKeys, mixture: Mixture, has_experts: Sequence[bool], *, query_rank: int, sizes: tuple[int, int, int, int],
     eps: float = 1e-6,
@@ -100,7 +153,7 @@ def _mtp_layers(json: ReadKeys) -> tuple[str, ...]:
     return tuple(rf"^model\.layers\.{num_layers + number}\." for number in range(min(counts, default=0)))
 
 
-def _v3_mixture(json: ReadKeys, groups: tuple[int, int], *, scale: float, **defaults: int) -> Mixture:
+def _v3_mixture(json: ReadKeys, groups: tuple[int, int], *, scale: float, **defaults: Any) -> Mixture:
     json.neutral(topk_method="noaux_tc", scoring_func="sigmoid")
     groups = read_size(json, "n_group", groups[0]), read_size(json, "topk_group", groups[1])
     renormalise = json.boolean("norm_topk_prob", True)
@@ -109,9 +162,9 @@ def _v3_mixture(json: ReadKeys, groups: tuple[int, int], *, scale: float, **defa
 
 def _mixture(
     json: ReadKeys, groups: tuple[int, int], *, is_sigmoid: bool, renormalise: bool, scale: float, num_experts: int,
-    size: int, num_shared: int, num_chosen: int = REFUSED,
+    size: int, num_shared: int, num_chosen: int = REFUSED, names: MixtureNames = _NAMES, sums_pairs: bool = False,
 ) -> Mixture:  # fmt: skip
-    """The last arguments are the family's defaults."""
+    """scale to num_chosen: the family's defaults. sums_pairs: see `Routing`."""
     size = read_size(json, "moe_intermediate_size", size)
     num_experts = read_size(json, "n_routed_experts", num_experts)
     num_chosen = read_size(json, "num_experts_per_tok", num_chosen)
@@ -121,8 +174,8 @@ def _mixture(
         num_chosen,
         size,
         renormalise,
-        _NAMES,
-        Routing(num_experts, num_chosen, is_sigmoid, renormalise, scale, *groups),
+        names,
+        Routing(num_experts, num_chosen, is_sigmoid, renormalise, scale, *groups, sums_pairs=sums_pairs),
         size * read_size(json, "n_shared_experts", num_shared),
     )
 
@@ -136,18 +189,18 @@ def _after(json: ReadKeys, default: int) -> list[bool]:
 
 def _read(
     json: ReadKeys, mixture: Mixture, has_experts: Sequence[bool], *, query_rank: int, interleaved: bool,
-    sizes: tuple[int, int, int, int], **options: Any,
+    sizes: tuple[int, int, int, int], rope: Mapping[str, Any] | None = None, **options: Any,
 ) -> DecoderConfig:  # fmt: skip
-    """query_rank, sizes: the family's defaults."""
+    """query_rank, sizes, rope: the family's defaults."""
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     rank, plain, rotary, value = (read_size(json, name, size) for name, size in zip(names, sizes, strict=True))
     latent = Latent(rank, read_size(json, "q_lora_rank", query_rank, null=0) or None, plain, rotary, value, interleaved)
     attention_bias = json.boolean("attention_bias", False)
     return read_layers(
         json,
-        ropes=[read_rope(json, rotary)] * len(has_experts),
+        ropes=[read_rope(json, rotary, default=rope)] * len(has_experts),
         mixtures=[mixture if has else None for has in has_experts],
-        attention_scale=latent.query_dim**-0.5 * _yarn_scale(json),
+        attention_scale=latent.query_dim**-0.5 * _yarn_scale(rope_parameters(json, rope).plain),
         latent=latent,
         qkv_bias=attention_bias,
         out_bias=attention_bias,
@@ -155,9 +208,8 @@ def _read(
     )
 
 
-def _yarn_scale(json: ReadKeys) -> float:
-    """YaRN's factor on the softmax's scale, by `mscale_all_dim`. `read_rope` has checked the parameters."""
-    parameters = json.group("rope_scaling").plain or json.group("rope_parameters").plain
+def _yarn_scale(parameters: Mapping[str, Any]) -> float:
+    """YaRN's factor on the softmax's scale, by `mscale_all_dim`. parameters: those that `read_rope` has checked."""
     all_dim = parameters.get("mscale_all_dim")
     if not all_dim:
         return 1.0

@@ -1,6 +1,6 @@
 """Keys of config.json that all native families read."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -8,7 +8,14 @@ import torch
 
 from worker_service.models.config.config_limits import SIZES
 from worker_service.models.config.rope import Rope, read_rope, read_theta, rope_of
-from worker_service.models.decoders.decoder_config import DecoderConfig, Latent, LayerConfig, LayerSizes, Mixture
+from worker_service.models.decoders.decoder_config import (
+    DecoderConfig,
+    Latent,
+    LayerConfig,
+    LayerSizes,
+    Mixture,
+    Temperature,
+)
 from worker_service.models.layers.mixers import Mixer
 from worker_service.read_keys import REFUSED, ReadKeys
 
@@ -134,6 +141,27 @@ def check_step_limits(json: ReadKeys) -> None:
         most = inf if limits[1] == {"__float__": "Infinity"} else limits[1]
         if isinstance(most, int | float) and most >= _LARGEST_STEP:
             json.without_effect("time_step_limit")
+
+
+def rope_parameters(json: ReadKeys, default: Mapping[str, Any] | None) -> ReadKeys:
+    """The parameters that `read_rope` reads. default: see there."""
+    if (older := json.group("rope_scaling")).plain:
+        return older
+    if default is not None and json.plain.get("rope_parameters") is None:
+        return ReadKeys(default)
+    return json.group("rope_parameters")
+
+
+def read_temperature(json: ReadKeys, parameters: ReadKeys) -> Temperature | None:
+    """The factors on queries of Mistral's families. parameters: those of the rotary embeddings."""
+    growth = parameters.number("llama_4_scaling_beta", None, null=None, least=0)
+    if not growth:
+        return None
+    name = "original_max_position_embeddings"
+    steps = (keys.integer(name, None, null=None) for keys in (parameters, json))
+    if (step := next(filter(None, steps), None)) is None:
+        raise ValueError(f"llama_4_scaling_beta is in the rotary parameters without {name}, which it needs")
+    return Temperature(step, float(growth), first=0)
 
 
 def num_experts_of(json: ReadKeys, default: int) -> int:
