@@ -43,9 +43,9 @@ _FAMILIES: Mapping[str, Callable[[ModelImages], ImageLayouts]] = {
     "qwen3_5_moe": partial(qwen_layouts, patch_size=16, image_token_id=248056),
     "smolvlm": idefics_layouts,
 }
-_BOTH_WAYS = "tokens of an image attend to each other in both directions"
 _REFUSED = {
-    **dict.fromkeys(("gemma3n", "paligemma"), _BOTH_WAYS),
+    "gemma3n": "its network for images is of the library timm, which is not used here",
+    "paligemma": "tokens of an image attend to each other in both directions",
     "mllama": "its decoder attends to images in layers of their own",
 }
 """Families whose images are not read, with the reason."""

@@ -302,8 +302,8 @@ REFUSED: list[tuple[str, dict[str, dict[str, Any]], str]] = [
     ("mistral3", {"processor": {"image_break_token": "[BREAK]"}}, "the tokenizer has no token '[BREAK]'"),
     (
         "qwen2_vl",
-        {"config": {"model_type": "gemma3n"}},
-        "'gemma3n' are not read: tokens of an image attend to each other",
+        {"config": {"model_type": "paligemma"}},
+        "'paligemma' are not read: tokens of an image attend to each other",
     ),
     ("llava_next", {"preprocessor": {"image_grid_pinpoints": [[24, 48]]}}, "[(24, 48)] in the image processor and"),
     ("llava_next", {"preprocessor": {"image_grid_pinpoints": [24, 48]}}, "it must be a list of pairs"),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from worker_service.models.causal_model import CausalModel, Fill
-from worker_service.models.config.text_part import TENSORS_OF_IMAGES, padded_tokens, text_part
+from worker_service.models.config.text_part import BORROWED, TENSORS_OF_IMAGES, padded_tokens, text_part
 from worker_service.models.decoders.decoder import Decoder
 from worker_service.models.decoders.decoder_config import DecoderConfig
 from worker_service.models.decoders.families import FAMILIES, read_decoder
@@ -38,7 +38,7 @@ def read_config(json: Mapping[str, Any]) -> AnyConfig:
     if family is not None and not isinstance(family, str):
         raise ValueError(f"model_type is {shown(family)}; it must be the name of a family")
     whole, text = json, text_part(json)
-    if text is not whole and text["model_type"] not in FAMILIES:
+    if text is not whole and text["model_type"] not in (*FAMILIES, *BORROWED):
         raise ValueError(f"a model {family} whose text network is {shown(text['model_type'])} is not supported")
     json, family = text, text.get("model_type")
     if family in FAMILIES:
@@ -58,7 +58,8 @@ def read_config(json: Mapping[str, Any]) -> AnyConfig:
         return EncoderDecoderConfig.from_json(json)
     from worker_service.models.borrowed.config import TransformersConfig
 
-    return TransformersConfig.from_json(json)
+    borrowed = TransformersConfig.from_json(json)
+    return borrowed if text is whole else borrowed.ignoring(TENSORS_OF_IMAGES)
 
 
 def build_model(

@@ -37,7 +37,7 @@ def test_a_network_of_endlessly_many_parts_is_refused_before_it_is_built(family:
 
 def test_a_part_of_another_network_is_not_built_either() -> None:
     with pytest.raises(ValueError, match=r"text_config\.num_hidden_layers is 1000000000; it must be"):
-        read_config({"model_type": "gemma3n", "text_config": {"num_hidden_layers": 10**9}})
+        read_config({"model_type": "aya_vision", "text_config": {"num_hidden_layers": 10**9}})
 
 
 def test_layers_and_heads_are_bounded_together() -> None:

@@ -46,6 +46,11 @@ def stacked_family(config: Mapping[str, Any]) -> str | None:
     return next((family for family in families if isinstance(family, str) and family in _TURNED), None)
 
 
+def is_turned(family: str | None) -> bool:
+    """Whether published stacks have an expert's inputs before its outputs. family: see `stacked_family`."""
+    return _TURNED.get(family or "", True) is not False
+
+
 class ExpertPart(NamedTuple):
     """One expert's part of a stack."""
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -12,6 +13,7 @@ from worker_service.models.borrowed.survey import Survey, survey
 from worker_service.models.causal_model import widest
 from worker_service.models.config.config_keys import check_generates
 from worker_service.models.config.rope import scaled_length
+from worker_service.models.config.text_part import WHOLES
 from worker_service.models.config.transformers_json import parse
 from worker_service.models.config.transformers_keys import check_known, rope_parameters_of
 from worker_service.models.layer_needs import LayerNeeds
@@ -82,6 +84,11 @@ class TransformersConfig:
     def untied(self, own: frozenset[str]) -> "TransformersConfig":
         return replace(self, own_tensors=own)
 
+    def ignoring(self, names: Collection[str]) -> "TransformersConfig":
+        """names: patterns of tensors that this network does not use."""
+        ignored = (*self.needs.ignored_tensors, *names)
+        return replace(self, needs=replace(self.needs, ignored_tensors=ignored))
+
     @property
     def ignored_tensors(self) -> Collection[str]:
         return self.needs.ignored_tensors
@@ -121,9 +128,13 @@ def _why_not(network: Any, network_class: Any) -> str | None:
     if network.is_encoder_decoder:
         return "supported encoder-decoders are bart, t5 and whisper"
     if network_class is None:
-        if type(network) in AutoModelForImageTextToText._model_mapping:
-            return "it is a network for images and texts of a family that is not supported"
-        return "it does not continue text"
+        if network.model_type in WHOLES:
+            return "its text_config is missing, or its architectures are of another network"
+        if network.get_text_config(decoder=True) is not network:
+            return "it reads images or sounds beside texts, and is of no type whose text network runs alone"
+        return "transformers' AutoModelForCausalLM has no network of this type"
+    if "shared_kv_states" in signature(network_class.forward).parameters:
+        return "it drafts for another network, whose keys and values it reads"
     if network.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(network, "is_decoder", None) is False:
         return "it is made to fill gaps in text (is_decoder is false)"
     if network_class._is_stateful and not has_states(network_class):

@@ -40,6 +40,9 @@ _OF_GEMMA4 = frozenset({"audio_config", "audio_ms_per_token", "audio_soft_tokens
                         "boa_token_id", "boi_token_id", "eoa_token_id", "eoa_token_index", "eoi_token_id",
                         "image_token_id", "video_token_id", "vision_config", "vision_soft_tokens_per_image",
                         "vision_soft_tokens_per_video_frame"})  # fmt: skip
+_OF_GEMMA3N = frozenset({"audio_config", "audio_soft_tokens_per_image", "audio_token_id", "boa_token_id",
+                         "boi_token_id", "eoa_token_id", "eoi_token_id", "image_token_id", "vision_config",
+                         "vision_soft_tokens_per_image"})  # fmt: skip
 _OF_KIMI = frozenset({"ignore_index", "image_token_id", "media_placeholder_token_id", "projection_hidden_size",
                       "projection_layer_norm_eps", "use_unified_vision_chunk", "video_placeholder", "video_token_id",
                       "vision_config", "vision_end_token_id", "vision_start_token_id"})  # fmt: skip
@@ -47,6 +50,7 @@ _OF_AUDIO = frozenset({"audio_config", "audio_token_id", "audio_token_index", "i
 _OF_VOXTRAL = frozenset({"audio_config", "audio_token_id", "projector_hidden_act"})
 _FAMILIES = {
     "gemma3": _Whole("Gemma3", "gemma3_text", _OF_LLAMA4 | {"mm_tokens_per_image"}, ties=True),
+    "gemma3n": _Whole("Gemma3n", "gemma3n_text", _OF_GEMMA3N, ties=True),
     "gemma4": _Whole("Gemma4", "gemma4_text", _OF_GEMMA4, ties=True, pads=True),
     "gemma4_unified": _Whole("Gemma4Unified", "gemma4_unified_text", _OF_GEMMA4, ties=True, pads=True),
     "idefics3": _Whole("Idefics3", "llama", _OF_IDEFICS, takes_others=True),
@@ -67,6 +71,10 @@ _FAMILIES = {
     "smolvlm": _Whole("SmolVLM", "llama", _OF_IDEFICS, takes_others=True),
     "voxtral": _Whole("Voxtral", "llama", _OF_VOXTRAL, takes_others=True),
 }
+WHOLES = frozenset(_FAMILIES)
+"""Families whose text network runs alone."""
+BORROWED = ("gemma3n_text",)
+"""Text networks of wholes that run in transformers' code. The others are native."""
 _REPEATED_BY_IDEFICS: Mapping[str, object] = {"qk_layer_norms": False, "use_resampler": False}
 """Keys of text_config that are not the text network's, with the only value allowed."""
 _UNUSED_BY_IDEFICS = ("neftune_noise_alpha", "perceiver_config")
@@ -116,7 +124,7 @@ TENSORS_OF_IMAGES = (
 
 
 def has_images(json: Mapping[str, Any]) -> bool:
-    """Whether a config.json describes a network for images or sounds, and texts, whose text network is native."""
+    """Whether a config.json describes a network for images or sounds, and texts, whose text network runs alone."""
     return text_part(json) is not json
 
 
@@ -132,6 +140,8 @@ def text_part(json: Mapping[str, Any]) -> Mapping[str, Any]:
     if text is None and family in _FLAT:
         text = {name: value for name, value in json.items() if name not in {"architectures", "model_type", *whole.keys}}
         json = {name: value for name, value in json.items() if name not in text}
+    if text is None and whole.text in BORROWED:
+        text = {}  # transformers' defaults
     if not isinstance(text, Mapping):
         return json
     shared = {name: json[name] for name in ("tie_word_embeddings",) if name in json}

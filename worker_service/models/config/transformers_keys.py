@@ -49,7 +49,7 @@ _NEUTRAL: Mapping[str, Mapping[str, object]] = {
     "ernie4_5": {"compression_ratio": 1},
     "falcon_h1": {"mamba_use_mlp": True},
     "falcon_mamba": {"fused_add_norm": True, "rms_norm": True},
-    "gemma3n_text": {"altup_lr_multiplier": 1, "query_pre_attn_scalar": 256},
+    "gemma3n_text": {"altup_lr_multiplier": 1.0, "query_pre_attn_scalar": 256},  # of training; the scale is 1
     "gpt2": {"n_special": 0, "predict_special_tokens": True},
     "gptj": {"rotary": True, "scale_attn_weights": True},
     "granitemoehybrid": {"normalization_function": "rmsnorm"},
