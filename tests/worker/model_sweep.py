@@ -6,6 +6,7 @@ keeps the rows of the others.
 """
 
 import argparse
+import json
 import os
 import re
 import signal
@@ -20,19 +21,23 @@ from pathlib import Path
 
 import torch
 import transformers
+from gemma3n_files import write_whole
 from stepped_worker import PROMPT, Oracle, SteppedWorker, generate_with_everything, load_runner, make_nan
-from tiny_networks import save_tokenizer, tiny_network
+from tiny_networks import LENGTH, save_tokenizer, tiny_config, tiny_network
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from worker_helpers import embeddings_item
 
+from worker_service.execution.cache.layer_groups import group_layers
 from worker_service.execution.steps.model_runner import ModelRunner
 from worker_service.loading.checkpoint import Checkpoint
 from worker_service.models.decoders.decoder_config import DecoderConfig
-from worker_service.models.registry import read_config
+from worker_service.models.layer_needs import needs_of
+from worker_service.models.registry import AnyConfig, read_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 TABLE = re.compile(r"(<!-- table of types -->\n).*?(<!-- end -->\n)", re.DOTALL)
-TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+TYPES = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "mistral4"})
+"""Mistral 4's class continues text, but transformers has it among those of images."""
 NATIVE, THEIRS, REFUSED, WRONG, NOT_BUILT = "native", "transformers' code", "refused", "WRONG", "not built"
 SECONDS = 120
 NUM_TOKENS = 14
@@ -46,21 +51,28 @@ class Outcome:
     model_type: str
     status: str
     reason: str = ""
+    groups: str = ""
+    """See `groups_of`."""
     seconds: float = 0.0
 
 
 def check(model_type: str, folder: Path) -> Outcome:
     """Compare one type. Its checkpoint is written to `folder`."""
     try:
-        network = tiny_network(model_type)
-        network.save_pretrained(folder)
-        save_tokenizer(folder)
-        oracle = Oracle(folder)
+        json_ = json.loads(tiny_config(model_type).to_json_string())
+    except Exception as error:  # the code of any type
+        return Outcome(model_type, NOT_BUILT, f"transformers makes no configuration of these sizes ({one_line(error)})")
+    try:
+        oracle = write_checkpoint(model_type, folder)
         expected = oracle.logprobs(PROMPT)
         if not expected.isfinite().all():
             raise ValueError("its logits are not finite")
-    except Exception as error:  # the code of any type
-        return Outcome(model_type, NOT_BUILT, one_line(error))
+    except Exception as error:
+        try:
+            read_config(json_)
+        except ValueError as refusal:
+            return Outcome(model_type, REFUSED, reason_of(refusal))
+        return Outcome(model_type, NOT_BUILT, f"transformers computes no text with these sizes ({one_line(error)})")
     try:
         config = read_config(Checkpoint(folder).config)
     except ValueError as error:
@@ -73,7 +85,34 @@ def check(model_type: str, folder: Path) -> Outcome:
         reason = f"{type(error).__name__}: {one_line(error)}"
     if reason:
         return Outcome(model_type, WRONG, reason)
-    return Outcome(model_type, NATIVE if isinstance(config, DecoderConfig) else THEIRS)
+    return Outcome(model_type, NATIVE if isinstance(config, DecoderConfig) else THEIRS, groups=groups_of(config))
+
+
+def write_checkpoint(model_type: str, folder: Path) -> Oracle:
+    """Returns the network whose text is compared."""
+    if model_type == "gemma3n":  # transformers builds the whole with timm only
+        write_whole(folder / "whole", folder / "text")
+        for file in (folder / "whole").iterdir():
+            file.rename(folder / file.name)
+        return Oracle(folder / "text")
+    tiny_network(model_type).save_pretrained(folder)
+    save_tokenizer(folder)
+    return Oracle(folder)
+
+
+def groups_of(config: AnyConfig) -> str:
+    """The groups of a worker's layers, by the cache that they need."""
+    groups = group_layers(needs_of(config, config.num_kv_heads), 16, min(config.max_model_len, LENGTH), torch.float32)
+    names = [_group(group.window, group.chunked) if group.block_size else "states" for group in groups]
+    if not groups:
+        chunks = getattr(config, "chunks", ())
+        names = [_group(config.sliding_window, bool(chunks) and all(chunks))]
+    counts = Counter(names)
+    return " + ".join(name if count == 1 else f"{count} × {name}" for name, count in counts.items())
+
+
+def _group(window: int | None, chunked: bool) -> str:
+    return f"{'chunk' if chunked else 'window'} {window}" if window else "full"
 
 
 def compare(folder: Path, oracle: Oracle, expected: torch.Tensor) -> str:
@@ -128,16 +167,16 @@ def in_child(model_type: str) -> Outcome:
         signal.alarm(SECONDS)
         with tempfile.TemporaryDirectory() as folder, os.fdopen(writer, "w") as answer:
             outcome = check(model_type, Path(folder))
-            answer.write(f"{outcome.status}\n{outcome.reason}")
+            answer.write(f"{outcome.status}\n{outcome.groups}\n{outcome.reason}")
         os._exit(0)
     os.close(writer)
     start = time.monotonic()
     with os.fdopen(reader) as answer:
-        status, _, reason = answer.read().partition("\n")
+        status, groups, reason = (*answer.read().split("\n", 2), "", "")[:3]
     _, code = os.waitpid(child, 0)
     if not status:
         return Outcome(model_type, WRONG, f"its process ended with {code} within {SECONDS} s")
-    return Outcome(model_type, status, reason, time.monotonic() - start)
+    return Outcome(model_type, status, reason, groups, time.monotonic() - start)
 
 
 def sweep(types: Sequence[str], processes: int) -> Iterator[Outcome]:
@@ -149,16 +188,19 @@ def table(outcomes: Sequence[Outcome]) -> str:
     """Markdown: one line for types with the same outcome."""
     lines = [
         f"With transformers {transformers.__version__}, {len(outcomes)} types:\n",
-        "| outcome | number | types |",
-        "|---|---|---|",
+        "| outcome | groups | number | types |",
+        "|---|---|---|---|",
     ]
-    rows: dict[tuple[str, str], list[str]] = {}
+    rows: dict[tuple[str, str, str], list[str]] = {}
     for outcome in outcomes:
-        rows.setdefault((outcome.status, outcome.reason), []).append(outcome.model_type)
+        rows.setdefault((outcome.status, outcome.groups, outcome.reason), []).append(outcome.model_type)
     order = (NATIVE, THEIRS, WRONG, REFUSED, NOT_BUILT)
-    for (status, reason), types in sorted(rows.items(), key=lambda row: (order.index(row[0][0]), row[1])):
+    for (status, groups, reason), types in sorted(
+        rows.items(), key=lambda row: (order.index(row[0][0]), row[0][1].count("+"), row[0][1], row[1])
+    ):
         said = f"{status}: {reason}" if reason else status
-        lines.append(f"| {said.replace('|', '&#124;')} | {len(types)} | {', '.join(f'`{name}`' for name in types)} |")
+        named = ", ".join(f"`{name}`" for name in types)
+        lines.append(f"| {said.replace('|', '&#124;')} | {groups} | {len(types)} | {named} |")
     return "\n".join(lines) + "\n"
 
 
@@ -166,12 +208,12 @@ def read_table(page: str) -> dict[str, Outcome]:
     """The outcomes in docs/models.md, by type."""
     found: dict[str, Outcome] = {}
     for line in page.splitlines():
-        said, _, types = (
-            (cell.strip() for cell in line.strip("|").split(" | ")) if line.count(" | ") == 2 else ("", "", "")
+        said, groups, _, types = (
+            (cell.strip() for cell in line.strip("|").split(" | ")) if line.count(" | ") == 3 else ("", "", "", "")
         )
         status, _, reason = said.partition(": ")
         for name in re.findall(r"`([\w-]+)`", types) if status in (NATIVE, THEIRS, REFUSED, NOT_BUILT) else ():
-            found[name] = Outcome(name, status, reason.replace("&#124;", "|"))
+            found[name] = Outcome(name, status, reason.replace("&#124;", "|"), groups)
     return found
 
 
@@ -187,7 +229,8 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         check("olmo", Path(folder))  # imports most modules, which forked processes need not import again
     for outcome in sweep(options.types, options.processes):
-        print(f"{outcome.model_type:28} {outcome.status:20} {outcome.seconds:5.1f} s  {outcome.reason}", flush=True)
+        said = outcome.reason or outcome.groups
+        print(f"{outcome.model_type:28} {outcome.status:20} {outcome.seconds:5.1f} s  {said}", flush=True)
         outcomes.append(outcome)
     totals = Counter(outcome.status for outcome in outcomes)
     print(", ".join(f"{count} {status}" for status, count in totals.items()), f"in {time.monotonic() - start:.0f} s")

@@ -205,7 +205,8 @@ class Oracle:
 
 
 def generate_with_everything(worker: SteppedWorker, count: int) -> tuple[list[int], list[int]]:
-    """Tokens after PROMPT, and 4 after its first 20 tokens, through chunks, a batch, preemption and swapping."""
+    """Tokens after PROMPT, and 4 after its first 20 tokens, through chunks, a batch, preemption and swapping. Without
+    states, another sequence has the first token from blocks of the prompt."""
     found = list(worker.step((1, 30, False), new_sequences=(new_sequence(1, PROMPT, range(13)),)).token_ids)
     late = new_sequence(2, PROMPT[:20], range(20, 26))
     both = [
@@ -231,4 +232,10 @@ def generate_with_everything(worker: SteppedWorker, count: int) -> tuple[list[in
         blocks_to_swap_in=BlockMapping(tuple(range(8)), tuple(range(50, 58))),
         block_table_updates=(BlockTableUpdate(1, 0, tokens(table)),),
     ).token_ids
+    cache = worker.runner.cache_engine.cache
+    if not (isinstance(cache, GroupedCache) and 0 in cache.block_sizes):
+        cached = new_sequence(3, PROMPT, [*table[:8], *range(20, 22)], num_computed_tokens=32)
+        again = worker.step((3, len(PROMPT) - 32, True), new_sequences=(cached,)).token_ids
+        assert [*again] == found[:1], f"from the prefix cache, the first token is {again[0]}"
+        worker.step(finished=(3,))
     return found + worker.generate(1, count - len(found)), [step[1] for step in both[1:]]

@@ -50,6 +50,14 @@ _CONV_LAYERS = ["conv", "full_attention", "conv", "full_attention"]
 _MAMBA_LAYERS = ["mamba", "attention", "mamba", "attention"]
 _ALSO: Mapping[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
+    "gemma4_assistant": {
+        "text_config": {
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+            "num_hidden_layers": LAYERS,
+            "num_kv_shared_layers": LAYERS,
+        }
+    },
     "granitemoehybrid": {"layer_types": _MAMBA_LAYERS},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": _CONV_LAYERS},
@@ -62,8 +70,11 @@ _ALSO: Mapping[str, dict[str, Any]] = {
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
     """The defaults of a type, with small sizes. Raises whatever the type's class raises."""
-    plain = CONFIG_MAPPING[model_type]()
-    changes = _changes(plain) | _ALSO.get(model_type, {})
+    also = _ALSO.get(model_type, {})
+    plain = CONFIG_MAPPING[model_type](**{name: value for name, value in also.items() if isinstance(value, dict)})
+    changes = _changes(plain)
+    for name, value in also.items():
+        changes[name] = changes.get(name, {}) | value if isinstance(value, dict) else value
     if hasattr(plain, "is_decoder"):
         changes["is_decoder"] = True
     if plain.is_encoder_decoder:

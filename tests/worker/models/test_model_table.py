@@ -4,7 +4,7 @@ import json
 
 import pytest
 import transformers
-from model_sweep import PAGE, REFUSED, TYPES, Outcome, read_table, reason_of
+from model_sweep import NATIVE, PAGE, REFUSED, THEIRS, TYPES, Outcome, groups_of, read_table, reason_of
 from state_layouts import HEAD, MODELS, TABLE, row
 from tiny_networks import tiny_config
 
@@ -13,6 +13,8 @@ from worker_service.models.registry import read_config
 OUTCOMES = read_table(PAGE.read_text())
 REFUSALS = {outcome.reason: outcome for outcome in OUTCOMES.values() if outcome.status == REFUSED}
 """One type for each reason: a type's modules take up to a second to import."""
+GROUPS = {outcome.groups: outcome for outcome in OUTCOMES.values() if outcome.status in (NATIVE, THEIRS)}
+"""One type for each kind of groups."""
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +32,12 @@ def test_a_refused_type_is_refused_for_the_reason_in_the_table(outcome: Outcome)
     with pytest.raises(ValueError) as refusal:  # noqa: PT011 (the whole sentence is compared)
         read_config(json.loads(tiny_config(outcome.model_type).to_json_string()))
     assert reason_of(refusal.value) == outcome.reason
+
+
+@pytest.mark.parametrize("outcome", GROUPS.values(), ids=lambda outcome: outcome.model_type)
+def test_the_layers_of_a_type_have_the_groups_in_the_table(outcome: Outcome) -> None:
+    config = read_config(json.loads(tiny_config(outcome.model_type).to_json_string()))
+    assert groups_of(config) == outcome.groups
 
 
 BLOCKS = TABLE.search(PAGE.read_text())
