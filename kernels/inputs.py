@@ -64,8 +64,8 @@ class AttentionMetadata:
     """Only if every sequence has one query token."""
     visible_ends: Tensor | None = None
     """[query tokens] int32: the last position that each query token attends to, at least its own, and in its context.
-    None: its own. Windows end at the token's own position, and so are unchanged at their other side. Not with attention
-    that is not causal or chunked, nor with a bias, nor of latents in Triton."""
+    None: its own. The first position of a window does not change. Not supported with attention that is not causal or
+    that is chunked, with a bias, and by Triton's kernel of latents."""
 
     @classmethod
     def build(

@@ -36,7 +36,8 @@ class Routing:
     least_sum: float = 1e-20
     """Added to the sum by which weights are divided: all weights may be 0."""
     sums_pairs: bool = False
-    """Whether a group's softmax score is the sum of its two largest, as sigmoids' always is; otherwise the largest."""
+    """Whether a group's score sums its two largest softmax scores; otherwise it is the largest. Sigmoid scores are
+    always summed."""
 
     def __post_init__(self) -> None:
         size, rest = divmod(self.num_experts, self.num_groups)
@@ -53,7 +54,7 @@ class Routing:
 
     @property
     def num_summed(self) -> int:
-        """Scores whose sum is a group's."""
+        """How many of its largest scores a group's score sums."""
         return 2 if self.is_sigmoid or self.sums_pairs else 1
 
 

@@ -44,8 +44,8 @@ _FAMILIES: Mapping[str, Callable[[ModelImages], ImageLayouts]] = {
     "smolvlm": idefics_layouts,
 }
 _REFUSED = {
-    "gemma3n": "its network for images is of the library timm, which is not used here",
-    "paligemma": "tokens of an image attend to each other in both directions",
+    "gemma3n": "its network for images needs the library timm, which pagewire does not use",
+    "paligemma": "all tokens of its prompts attend to each other in both directions",
     "mllama": "its decoder attends to images in layers of their own",
 }
 """Families whose images are not read, with the reason."""

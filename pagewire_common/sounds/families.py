@@ -30,7 +30,8 @@ _STATES = WINDOW // HOP // 2
 
 
 class _Family(NamedTuple):
-    """`layouts_of`: makes a layout of an audio token and of the number of samples, from `audio_config`."""
+    """`layouts_of`: from `audio_config`, makes the function of an audio token, a number of samples and a height that
+    returns the layout."""
 
     processor: str
     token: str

@@ -83,8 +83,8 @@ async def together(client: Client, family: str) -> list[Outputs]:
 
 
 @pytest.mark.parametrize(("family", "mode", "settings"), [
-    ("gemma3", "swap", {}),
-    ("qwen3_vl", "recompute", {"kv_cache_dtype": "int8"}),
+    ("gemma3", "swap", {"kv_cache_dtype": "int8"}),
+    ("qwen3_vl", "recompute", {}),
     ("qwen2_audio", "swap", {"quantization": "w8a8", "dtype": "bfloat16"}),
 ])  # fmt: skip
 async def test_requests_that_preempt_each_other_say_what_they_say_alone(

@@ -303,7 +303,7 @@ REFUSED: list[tuple[str, dict[str, dict[str, Any]], str]] = [
     (
         "qwen2_vl",
         {"config": {"model_type": "paligemma"}},
-        "'paligemma' are not read: tokens of an image attend to each other",
+        "'paligemma' are not read: all tokens of its prompts attend to each other",
     ),
     ("llava_next", {"preprocessor": {"image_grid_pinpoints": [[24, 48]]}}, "[(24, 48)] in the image processor and"),
     ("llava_next", {"preprocessor": {"image_grid_pinpoints": [24, 48]}}, "it must be a list of pairs"),

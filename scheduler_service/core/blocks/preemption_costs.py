@@ -24,8 +24,8 @@ class PreemptionCosts:
         return num_out + sum(find(content) is None for content in filled)
 
     def num_tokens_to_recompute(self, group: SequenceGroup) -> int:
-        """Computed tokens that a group would compute again. It would find the prefix that the prefix cache finds in
-        blocks of other groups, and after kept states; its own blocks count as evicted."""
+        """Computed tokens that a group would compute again: all behind the prefix whose blocks other groups hold, up to
+        the last cached states. The group's own blocks count as evicted."""
         leader, *followers = group.live
         find = self._find_of_others(group)
         num_tokens = max(0, leader.num_computed_tokens - self._cache.num_kept_tokens(leader, find))

@@ -279,7 +279,7 @@ class PrefixCache:
         return CachedPrefix(end * self.block_size, shared * self.block_size, tables, found_blocks)
 
     def num_kept_tokens(self, sequence: Sequence, find: Find) -> int:
-        """Tokens that a sequence would find if `find` found all blocks with keys and values. Cached states count as
+        """Length in tokens of the prefix whose blocks with keys and values `find` finds. Cached states count as
         kept: `StateBlocks.outlive` lets them be evicted after the sequence's own blocks."""
         keys = self.keys.cacheable(sequence)
         if self._is_plain:
@@ -287,7 +287,7 @@ class PrefixCache:
         return self._longest_cached(sequence, keys, find)[0] * self.block_size
 
     def _longest_cached(self, sequence: Sequence, keys: SequenceOf[bytes], find: Find) -> tuple[int, int]:
-        """The largest number of keys after which tokens find all blocks in all groups of layers, and in those without
+        """The number of keys in the longest cached prefix: of all groups of layers, and of the groups without
         states."""
         end = len(keys)
         if self._has_states and len(sequence.group.live) > 1:

@@ -158,8 +158,8 @@ class StateBlocks:
             self._release(sequence, is_sound=is_sound)
 
     def outlive(self, sequence: Sequence) -> None:
-        """Call after a sequence's blocks are freed. Its last kept states, and those after its prefix that others have,
-        are then evicted no earlier than these."""
+        """Call after a sequence's blocks are freed. Its last kept states, and the states at the end of the prefix that
+        it found cached, are then evicted no earlier than its blocks."""
         for num_tokens in (sequence.num_shared_tokens, sequence.num_kept_tokens or sequence.num_prompt_tokens - 1):
             for block in self._cache.free_states(sequence, num_tokens):
                 self._device.share(block)

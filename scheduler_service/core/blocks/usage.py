@@ -22,7 +22,7 @@ class LayerGroupUsage(NamedTuple):
 
 
 def layer_group_usage(blocks: BlockManager) -> list[LayerGroupUsage]:
-    """The usage of each group of layers. Between steps, the sums over all groups are the pool's. With several groups,
+    """The usage of each group of layers. Between steps, the groups add up to the pool's counts. With several groups,
     this takes at most 0.2 µs for each entry of a block table and each cached block."""
     device, layers = blocks.device, [sizes.layers for sizes in blocks.sizes]
     num_state_groups = sum(group.has_states for group in layers)

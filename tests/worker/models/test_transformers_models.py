@@ -34,7 +34,7 @@ def starcoder(make_checkpoint: Callable[..., Path]) -> Path:
         ({"model_type": "olmo2", "hidden_size": "many"}, "it describes no model olmo2: .*hidden_size"),
         ({"model_type": "vit"}, "transformers' AutoModelForCausalLM has no network of this type"),
         ({"model_type": "mistral3"}, "its text_config is missing, or its architectures are of another network"),
-        ({"model_type": "mistral_large4"}, "it reads images or sounds beside texts, and is of no type whose text"),
+        ({"model_type": "mistral_large4"}, "it reads images or sounds, and the text network of its type"),
         ({"model_type": "marian"}, "supported encoder-decoders are bart, t5 and whisper"),
         ({"model_type": "mt5"}, "supported encoder-decoders are bart, t5 and whisper"),
         ({"model_type": "electra"}, "it is made to fill gaps in text"),

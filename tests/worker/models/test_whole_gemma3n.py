@@ -44,7 +44,7 @@ def test_images_and_sounds_are_refused_by_a_sentence(folders: Folders) -> None:
     network.check()
     assert network.images is None
     (reason,) = (log["reason"] for log in logs if log["event"] == "prompts cannot contain images or sounds")
-    assert "'gemma3n' are not read: its network for images is of the library timm" in reason
+    assert "'gemma3n' are not read: its network for images needs the library timm" in reason
     with pytest.raises(ValueError, match="sounds of models of type 'gemma3n' are not read"):
         read_sound_layouts(folders.whole)
 

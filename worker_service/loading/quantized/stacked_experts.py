@@ -1,7 +1,7 @@
 """Reads experts that a checkpoint stores in stacks, one tensor for a projection of all experts of a layer.
 
 gpt-oss and Llama 4: experts.NAME, [experts, inputs, outputs], with biases experts.NAME_bias, [experts, outputs].
-Qwen3-VL: so, too; but [experts, outputs, inputs] if transformers 5 has saved the file.
+Qwen3-VL: the same as published; [experts, outputs, inputs] if saved by transformers 5.
 Gemma 4 and Mistral 4: experts.NAME, [experts, outputs, inputs].
 Granite: NAME.weight, [experts, outputs, inputs], beside the router.
 

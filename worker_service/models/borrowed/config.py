@@ -131,7 +131,7 @@ def _why_not(network: Any, network_class: Any) -> str | None:
         if network.model_type in WHOLES:
             return "its text_config is missing, or its architectures are of another network"
         if network.get_text_config(decoder=True) is not network:
-            return "it reads images or sounds beside texts, and is of no type whose text network runs alone"
+            return "it reads images or sounds, and the text network of its type cannot be loaded alone"
         return "transformers' AutoModelForCausalLM has no network of this type"
     if "shared_kv_states" in signature(network_class.forward).parameters:
         return "it drafts for another network, whose keys and values it reads"

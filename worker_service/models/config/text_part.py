@@ -23,7 +23,8 @@ class _Whole(NamedTuple):
     ties: bool = False
     """Whether embeddings and output head are tied if config.json does not say it."""
     decides_ties: bool = False
-    """Whether the text network's part has no say in that: transformers writes its default into it."""
+    """Whether only the whole's `tie_word_embeddings` counts, because transformers writes its default into
+    text_config."""
     pads: bool = False
     """Whether the text network reads padding in place of tokens for images and sounds."""
 
