@@ -31,14 +31,13 @@ WITH_TWO_SIZES = {"gemma4_text", "gemma4_unified_text"}
 """Families with heads of two sizes, whose every key `test_config_sweep` compares."""
 WITH_SECTIONS = {"qwen2_vl_text", "qwen2_5_vl_text"}
 """Families whose sections must have as many pairs as a head."""
+TIED_BY_THE_WHOLE = {"qwen3_vl_moe_text"}
+"""Families whose files belong to a whole that decides whether embeddings and output head are tied."""
 SECTIONS = {"rope_type": "default", "rope_theta": 77.0, "mrope_section": [1, 1, 0]}
+ELSEWHERE = LATENTS | WITH_TWO_SIZES | WITH_SECTIONS | TIED_BY_THE_WHOLE | UNKNOWN.keys() | FAMILIES_WITH_STATES.keys()
 QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3}
 FILES: list[dict[str, Any]] = [
-    *(
-        {"model_type": family}
-        for family in FAMILIES
-        if family not in LATENTS | WITH_TWO_SIZES | WITH_SECTIONS | UNKNOWN.keys() | FAMILIES_WITH_STATES.keys()
-    ),
+    *({"model_type": family} for family in FAMILIES if family not in ELSEWHERE),
     *({"model_type": family, "rope_parameters": SECTIONS} for family in sorted(WITH_SECTIONS)),
     {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": None},
     {"model_type": "gemma2", "query_pre_attn_scalar": 100, "attn_logit_softcapping": None, "sliding_window": 9},
