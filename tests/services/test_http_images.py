@@ -368,6 +368,20 @@ async def test_errors_about_the_content_of_an_image_name_it_as_the_api_does(mode
         )
 
 
+async def test_errors_about_images_of_a_batch_name_the_conversation(model: ServedModel, tmp_path: Path) -> None:
+    """Each conversation has names of its own for its images."""
+    look, late, bad = openai_image(URL), of_user(LOOK), openai_image(URL[:-40])
+    batches = [
+        ([[of_user(LOOK, bad)], [late, of_user(look)]], 0, "messages[0].content[1].image_url.url"),
+        ([[of_user(LOOK, look)], [late, of_user(bad)], [of_user(LOOK)]], 1, "messages[1].content[0].image_url.url"),
+    ]
+    async with served(model, tmp_path) as (edge, _):
+        for messages, number, place in batches:
+            status, said = await edge.refusal(f"{CHAT}/batch", {"messages": messages, "max_tokens": 3})
+            wanted = f"conversation {number}: {place} is damaged or cut off"
+            assert (status, said[: len(wanted)]) == (400, wanted)
+
+
 async def test_usage_counts_images_and_a_worker_receives_each_once(model: ServedModel, tmp_path: Path) -> None:
     """Whatever the API; the recording has no image."""
     image = image_of(*WIDE, shade=91)

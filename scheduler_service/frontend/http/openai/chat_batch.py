@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -14,7 +14,7 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_common.calls.errors import RequestError
 from scheduler_service.frontend.calls.together import run_together
 from scheduler_service.frontend.http.call import Call
-from scheduler_service.frontend.http.errors import HttpError, invalid, of_part
+from scheduler_service.frontend.http.errors import HttpError, image_places, invalid, of_part
 from scheduler_service.frontend.http.openai.chat import Chat, Whole
 from scheduler_service.frontend.http.openai.chat_fields import ChatFields
 from scheduler_service.frontend.http.openai.completions import MAX_PARAMETER_BYTES
@@ -44,15 +44,15 @@ async def chat_batch(call: Call) -> web.StreamResponse:
         if is_set:
             raise invalid(f"{name} is {str(getattr(fields, name)).lower()}; a batch has one whole answer each", name)
     model = await call.model()
-    prepared: list[tuple[Chat, ChatRequest]] = []
+    prepared: list[tuple[Chat, ChatRequest, Mapping[str, str]]] = []
     for number in range(len(fields.messages)):
         chat = Chat(call, fields.chat(number), model, number)
         with _named(number):
-            prepared.append((chat, await chat.prepare()))
+            prepared.append((chat, await chat.prepare(), image_places.get({})))
         if not number:
             _check_copies(prepared[0][1].asked, len(fields.messages))
         await asyncio.sleep(0)  # lets other tasks run
-    answers = (_whole(number, chat, request) for number, (chat, request) in enumerate(prepared))
+    answers = (_whole(number, *one) for number, one in enumerate(prepared))
     wholes = await run_together(answers)
     head = wholes[0].head | {"usage": _sum([one.head["usage"] for one in wholes])}
 
@@ -64,7 +64,9 @@ async def chat_batch(call: Call) -> web.StreamResponse:
     return await answer_in_parts(call.request, json.dumps(head).encode(), b"choices", choices())
 
 
-async def _whole(number: int, chat: Chat, request: ChatRequest) -> Whole:
+async def _whole(number: int, chat: Chat, request: ChatRequest, places: Mapping[str, str]) -> Whole:
+    """`places`: the conversation's `image_places`, because each conversation has set its own."""
+    image_places.set(places)
     with _named(number):
         return await chat.whole(request)
 
