@@ -1,8 +1,11 @@
 """Sounds in prompts of parts and in chats: items of samples, 16,000 a second."""
 
+import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import grpc
 import numpy as np
@@ -16,8 +19,10 @@ from pagewire_common.calls.errors import RequestError
 from pagewire_common.images.layout import ImageLayouts
 from pagewire_common.sounds.families import MAX_SAMPLES, WINDOW, sound_layout, voxtral_layout
 from scheduler_service.frontend.calls.generation import check_request
+from scheduler_service.frontend.checking import sound_samples
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output.request_memory import request_bytes
+from scheduler_service.frontend.speech import sound as opened
 
 TEMPLATE = (
     HEAD + "{% for c in m['content'] %}{% if c['type'] == 'audio' %}{{ '" + MARK + "' }}"
@@ -68,6 +73,34 @@ async def test_a_sound_may_have_many_windows(model: ServedModel) -> None:
     ]  # fmt: skip
     assert checked.items[0].digest == checked.items[1].digest
     assert np.abs(np.frombuffer(checked.items[0].data, dtype="<f4") - sound).max() < 1e-4
+
+
+async def test_a_long_sound_leaves_threads_to_other_requests(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even with one thread, another request waits for one window at most."""
+    begun, done = asyncio.Event(), list[str]()
+
+    class OneThread(ThreadPoolExecutor):
+        def submit(self, *work: Any, **more: Any) -> Any:
+            begun.set()
+            return super().submit(*work, **more)
+
+    class Heard(opened.Sound):
+        def window(self, start: int, length: int) -> opened.Samples:
+            done.append("window")
+            return super().window(start, length)
+
+    monkeypatch.setattr(sound_samples, "Sound", Heard)
+    with OneThread(1) as thread:
+        asyncio.get_running_loop().set_default_executor(thread)
+        long = request(Sound(wav(200)))
+        reading = asyncio.create_task(check_request(long, "a", replace(model, sounds=OF_WINDOWS)))
+        await begun.wait()
+        await asyncio.to_thread(done.append, "other")
+        await reading
+    assert done.index("other") <= 1
+    assert len(done) > 7
 
 
 async def test_channels_are_mixed_and_rates_converted(model: ServedModel) -> None:

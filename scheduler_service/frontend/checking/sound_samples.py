@@ -6,12 +6,13 @@ transformers' code, while the device computes other steps.
 
 import asyncio
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 
 from pagewire_common.sounds.families import SAMPLE_RATE, WINDOW
 from scheduler_service.frontend.checking.checks import invalid
-from scheduler_service.frontend.speech.sound import Sound
+from scheduler_service.frontend.speech.sound import Samples, Sound
 from scheduler_service.frontend.speech.sound_error import SoundError
 
 
@@ -19,15 +20,16 @@ async def read_samples(name: str, data: bytes, most: int) -> tuple[bytes, int, b
     """A digest, the number of samples, and the samples of a sound of at most `most` samples, a multiple of `WINDOW`.
     Raises RequestError."""
 
-    def read() -> tuple[bytes, int, bytes]:
-        sound = Sound(data, most / SAMPLE_RATE)
-        # The last window refuses a longer sound even if its header states a shorter length.
-        windows = [sound.window(start, WINDOW) for start in range(0, most + WINDOW, WINDOW)]
+    def join(windows: Sequence[Samples]) -> tuple[bytes, int, bytes]:
         found = np.concatenate(windows)[:most]
         samples = found.astype("<f4", copy=False).tobytes()
         return hashlib.sha256(b"sound " + samples).digest(), len(found), samples
 
     try:
-        return await asyncio.to_thread(read)
+        # One job for each window: a file of 0.4 MB can take 3 s of CPU time, and other requests need the threads, too.
+        sound = await asyncio.to_thread(Sound, data, most / SAMPLE_RATE)
+        # The last window refuses a longer sound even if its header states a shorter length.
+        starts = range(0, most + WINDOW, WINDOW)
+        return await asyncio.to_thread(join, [await asyncio.to_thread(sound.window, start, WINDOW) for start in starts])
     except SoundError as error:
         invalid(f"{name}: {error}")
