@@ -7,6 +7,7 @@ from pathlib import Path
 from pagewire_common.model_files.tokenizer_config import TokenizerConfig, check_ids
 from pagewire_common.sounds.families import has_sounds
 from pagewire_common.start_error import StartError
+from worker_service.loading import tekken
 from worker_service.loading.build_once import build_once
 from worker_service.loading.files.json_file import read_json
 from worker_service.wording import reason, shown
@@ -27,9 +28,7 @@ NAMES = (
 _OF_IMAGES = ("preprocessor_config.json", "processor_config.json")
 """Files that only models with images or sounds in prompts send. Other models, such as Whisper, keep their
 fingerprint."""
-_TEKKEN = "tekken.json"
-"""The tokenizer in Mistral's own format."""
-_SLOW = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", _TEKKEN)
+_SLOW = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", tekken.NAME)
 _TEXTS = (".json", ".jinja", ".model", ".txt")
 _PIECE_BYTES = 1 << 20
 
@@ -108,13 +107,13 @@ def _convert(path: Path, cache: Path) -> Path:
         from transformers import AutoTokenizer
 
         try:
-            if (path / _TEKKEN).is_file():  # AutoTokenizer would use mistral-common if it is installed
-                from transformers.integrations.mistral import convert_tekken_tokenizer
-
-                tokenizer = convert_tekken_tokenizer(str(path / _TEKKEN))
+            if (path / tekken.NAME).is_file():  # AutoTokenizer would use mistral-common if it is installed
+                tekken.convert_tekken(path, folder)
             else:
                 tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-            tokenizer.save_pretrained(folder)
+                tokenizer.save_pretrained(folder)
+        except StartError:
+            raise
         except Exception as error:  # transformers may raise any error
             raise StartError(
                 f"the tokenizer in {path} cannot be converted to tokenizer.json: {reason(error)}"

@@ -1,19 +1,17 @@
 """A worker refuses at its start what no scheduler could load beside it."""
 
-import base64
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
 
-from pagewire_common.model_files.tokenizer_config import MAX_MORE, TokenizerConfig
+from pagewire_common.model_files.tokenizer_config import MAX_MORE
 from pagewire_common.start_error import StartError
 from worker_service.execution.worker import load_worker
 from worker_service.loading.files.json_file import read_json
-from worker_service.loading.tokenizer_files import check_tokenizer, eos_token_id, find_tokenizer_files
+from worker_service.loading.tokenizer_files import check_tokenizer
 from worker_service.settings import WorkerSettings
 
 
@@ -83,43 +81,3 @@ def test_a_name_with_two_values_is_refused(tmp_path: Path) -> None:
             read_json(file)
     file.write_text('{"a": 1, "a": 1, "b": NaN, "b": NaN}')
     assert read_json(file)["a"] == 1
-
-
-def write_tekken(folder: Path) -> None:
-    """A tokenizer of bytes and "ab" in Mistral's own format, with 26 special tokens before them."""
-    special = {0: "<unk>", 1: "<s>", 2: "</s>", 11: "<pad>", 24: "[AUDIO]", 25: "[BEGIN_AUDIO]"}
-    content = {
-        "config": {"pattern": r"\S+|\s", "default_vocab_size": 283, "default_num_special_tokens": 26, "version": "v11"},
-        "vocab": [
-            {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
-            for rank, token in enumerate([*(bytes([byte]) for byte in range(256)), b"ab", b"beyond"])
-        ],
-        "special_tokens": [
-            {"rank": rank, "token_str": special.get(rank, f"<SPECIAL_{rank}>"), "is_control": True}
-            for rank in range(26)
-        ],
-    }
-    (folder / "tekken.json").write_text(json.dumps(content))
-
-
-def test_a_tokenizer_in_mistrals_own_format_is_converted(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    write_tekken(folder)
-    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    files = {file.name: file for file in find_tokenizer_files(folder, tmp_path / "cache")}
-    check_tokenizer([*files.values()], 283)
-    tokenizer = Tokenizer.from_file(str(files["tokenizer.json"]))
-    assert tokenizer.encode("ab a[AUDIO]é", add_special_tokens=False).ids == [
-        26 + 256, 26 + ord(" "), 26 + ord("a"), 24, *(26 + byte for byte in "é".encode())
-    ]  # fmt: skip
-    assert eos_token_id([*files.values()]) == 2
-    read = TokenizerConfig.read(files)
-    assert read.chat_template is not None
-    assert read.chat_template.text == "{{ messages[0].content }}"
-
-
-def test_a_broken_file_of_mistrals_own_format_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "tekken.json").write_text('{"config": {"pattern": "x"}}')
-    with pytest.raises(StartError, match=r"the tokenizer in .* cannot be converted to tokenizer\.json"):
-        find_tokenizer_files(tmp_path, tmp_path / "cache")
