@@ -96,7 +96,7 @@ class Settings:
         for key in self._values:
             if key not in self._read:
                 raise ValueError(
-                    f"{self._where} has the unknown key {shown(key)}, which may change how images are read"
+                    f"{self._where} has the unknown key {shown(key)}, which may change how images or sounds are read"
                 )
 
     def refused(self, key: str, wanted: str) -> ValueError:

@@ -89,6 +89,7 @@ def _check_extractor(where: str, extractor: Settings, num_bands: int) -> None:
         extractor.require(key, value)
     for key in ("padding_value", "dither"):
         extractor.require(key, 0.0, 0)
+    extractor.require("do_normalize", False)
     extractor.ignore("return_attention_mask")  # Qwen2-Audio's processor always asks for it, and Voxtral's never
     if (bands := extractor.integer("feature_size", 80)) != num_bands:
         raise ValueError(f"feature_size in {where} is {bands}, and num_mel_bins in config.json is {num_bands}")

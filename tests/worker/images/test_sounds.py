@@ -120,6 +120,7 @@ def test_what_a_text_network_does_not_say_is_as_in_transformers() -> None:
     [
         ({"odd": 1}, "odd = 1"),
         ({"head_dim": 32}, "head_dim = 32"),
+        ({"num_attention_heads": -1, "encoder_attention_heads": -1}, "num_attention_heads is -1; it must be a whole"),
         ({"scale_embedding": True}, "scale_embedding is True"),
         ({"model_type": "whisper"}, r"audio_config.model_type is 'whisper'; it must be \w+_encoder"),
     ],
@@ -132,7 +133,8 @@ def test_what_the_network_for_sounds_does_not_read_is_refused(family: str, chang
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_what_the_text_network_does_not_read_is_refused(family: str) -> None:
-    for change in ({"odd": 1}, {"hidden_size": 7}):
+    read_config(CONFIGS[family] | {"is_encoder_decoder": False})
+    for change in ({"odd": 1}, {"hidden_size": 7}, {"is_encoder_decoder": True}):
         with pytest.raises(ValueError, match=f"{next(iter(change))} = "):
             read_config(CONFIGS[family] | change)
 

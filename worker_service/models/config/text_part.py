@@ -148,7 +148,8 @@ def text_part(json: Mapping[str, Any]) -> Mapping[str, Any]:
     shared = {name: json[name] for name in ("tie_word_embeddings",) if name in json}
     known = {"architectures", "model_type", "text_config", *whole.keys, *shared, *HARMLESS}
     repeated = {name: text.get(name) for name in ("hidden_size", "vocab_size")}
-    neutral = {**repeated, "language_model_only": False, "use_image_newline_parameter": True}  # always so
+    neutral = {**repeated, "is_encoder_decoder": False, "language_model_only": False}
+    neutral["use_image_newline_parameter"] = True  # always so
     known |= {name for name, value in neutral.items() if json.get(name) == value}
     refuse({name: value for name, value in json.items() if name not in known}, family)
     text_family = text.get("model_type", whole.text)

@@ -19,6 +19,7 @@ from worker_service.models.borrowed.weights import checkpoint_places
 from worker_service.models.config.text_part import text_part
 from worker_service.models.config.transformers_json import parse
 from worker_service.models.config.transformers_keys import check_known
+from worker_service.models.config.transformers_values import check_sizes
 from worker_service.models.images.attention import NAME
 from worker_service.models.images.embeddings import ImageEmbeddings, Pixels
 from worker_service.read_keys import ReadKeys
@@ -43,11 +44,12 @@ class SoundConfig:
         audio = network.audio_config
         if audio.model_type != (encoder := _ENCODERS[network.model_type]):
             raise ValueError(f"audio_config.model_type is {shown(audio.model_type)}; it must be {encoder}")
+        check_sizes(audio)
         keys = ReadKeys(json.get("audio_config") or {}, "audio_config.")
         keys.without_effect("init_std")
         num_heads = audio.num_attention_heads
         # In published files of Voxtral. The network never reads them.
-        keys.neutral(head_dim=audio.hidden_size // max(1, num_heads), num_key_value_heads=num_heads)
+        keys.neutral(head_dim=audio.hidden_size // num_heads, num_key_value_heads=num_heads)
         check_known({**keys.unread(), "model_type": encoder}, audio, AutoModel._model_mapping[type(audio)])
         network = copy.deepcopy(network)
         text = network.text_config
