@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from pagewire.v1 import engine_service_pb2 as pb
 from pagewire.v1 import inference_service_pb2 as inference
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire_common.calls.errors import RequestError
+from pagewire_common.images.layout import ImageLayouts
+from pagewire_common.sounds.families import MAX_SAMPLES, voxtral_layout
 from scheduler_service.engine.front_ends.servicer import FrontEndConnection
 from scheduler_service.frontend.calls import generation
 from scheduler_service.frontend.link import engine_link
@@ -203,7 +207,8 @@ async def test_small_sounds_that_wait_for_their_admission_count_as_small(
         scheduler(worker) as one,
         grpc.aio.insecure_channel(one.target) as channel,
     ):
-        await one.link.model()
+        layouts = ImageLayouts("fake", 5, 5, partial(voxtral_layout, 5, 5), max_samples=MAX_SAMPLES)
+        one.link.loading.model = replace(await one.link.model(), sounds=layouts)
         reads.clear()
         stub = InferenceServiceStub(channel)
         sound = inference.Sound(data=b"sound", content_type="audio/wav")
@@ -211,10 +216,12 @@ async def test_small_sounds_that_wait_for_their_admission_count_as_small(
         generated = [
             stub.Generate(inference.GenerateRequest(token_ids={"ids": [5]}, encoder_sound=sound)) for _ in range(20)
         ]
-        await until(lambda: len(one.link.connection._questions) == 40)
-        assert one.link.admissions.num_bytes < 40 * (64 << 10)
+        part = inference.PromptPart(sound=sound)
+        prompted = [stub.Generate(inference.GenerateRequest(parts={"parts": [part]})) for _ in range(4)]
+        await until(lambda: len(one.link.connection._questions) == 44 or any(call.done() for call in prompted))
+        assert one.link.admissions.num_bytes < 44 * (64 << 10)
         reads.set()
-        codes = {await call.code() for call in (*transcribed, *generated)}
+        codes = {await call.code() for call in (*transcribed, *generated, *prompted)}
         assert codes == {grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INVALID_ARGUMENT}
 
 

@@ -21,7 +21,7 @@ from pagewire_common.sounds.families import MAX_SAMPLES, WINDOW, sound_layout, v
 from scheduler_service.frontend.calls.generation import check_request
 from scheduler_service.frontend.checking import sound_samples
 from scheduler_service.frontend.model import ServedModel
-from scheduler_service.frontend.output.request_memory import request_bytes
+from scheduler_service.frontend.output.request_memory import sample_bytes
 from scheduler_service.frontend.speech import sound as opened
 
 TEMPLATE = (
@@ -199,6 +199,6 @@ async def test_sounds_of_a_request_have_limits_together(model: ServedModel, monk
 
 def test_samples_count_as_memory_of_the_request() -> None:
     for one, two in ((request(SOUND), request(SOUND, SOUND)), (chat(SOUND), chat(SOUND, SOUND))):
-        assert request_bytes(two) - request_bytes(one) >= 3 * 30 * 16_000 * 4
-        longer = request_bytes(one, samples_of_sound=MAX_SAMPLES) - request_bytes(one)
-        assert longer == 3 * (240 - 30) * 16_000 * 4
+        assert sample_bytes(two, WINDOW) == 2 * sample_bytes(one, WINDOW) == 2 * 3 * 30 * 16_000 * 4
+        assert sample_bytes(two, MAX_SAMPLES) == sample_bytes(one, MAX_SAMPLES) == 3 * 240 * 16_000 * 4
+    assert sample_bytes(request([5]), MAX_SAMPLES) == sample_bytes(request(SOUND), 0) == 0

@@ -32,6 +32,7 @@ from scheduler_service.frontend.output.request_memory import (
     SOUND_BYTES,
     prompt_logprob_bytes,
     request_bytes,
+    sample_bytes,
 )
 from scheduler_service.frontend.output.request_state import RequestState
 from scheduler_service.frontend.output.request_trace import CallTrace, RequestTrace, recorded
@@ -100,11 +101,11 @@ async def generate(
             await asyncio.sleep(0)  # counting the fields of 4,096 messages took 12 ms, and their memory takes 11 ms
         known = link.loading.model
         samples_of_sound = MAX_SAMPLES if known is None else known.samples_of_sound
-        admitted_bytes = request_bytes(request, request_size.get(), samples_of_sound=samples_of_sound)
+        admitted_bytes = request_bytes(request, request_size.get())
         key = request_key(request.tenant, request_id)
         resumes = request.HasField("resume")
         has_sound = request.HasField("encoder_sound")
-        later_bytes = SOUND_BYTES if has_sound else 0
+        later_bytes = sample_bytes(request, samples_of_sound) + (SOUND_BYTES if has_sound else 0)
         adapter_id = await call.admit_early(
             key, admitted_bytes, later_bytes=later_bytes, resumes=resumes, adapter_name=request.lora_name
         )

@@ -6,7 +6,7 @@ output, the request with the most is ended.
 """
 
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire_common.sounds.families import MAX_SAMPLES, SAMPLE_BYTES, WINDOW
+from pagewire_common.sounds.families import MAX_SAMPLES, SAMPLE_BYTES
 
 REQUEST_BYTES = 32 << 10
 """Bytes of a call's asyncio task, stream and `SequenceGroup`, without the parts below."""
@@ -39,14 +39,14 @@ STRING_BYTES = 50
 """Bytes of a token's text as a separate string."""
 
 
-def request_bytes(message: pb.GenerateRequest, num_bytes: int = 0, *, samples_of_sound: int = WINDOW) -> int:
-    """An upper bound of a request's bytes until its stream is closed. `num_bytes`: bytes of the message, if known.
-    `samples_of_sound`: see `ImageLayouts.max_samples`."""
+def request_bytes(message: pb.GenerateRequest, num_bytes: int = 0) -> int:
+    """An upper bound of a request's bytes until its stream is closed, without `sample_bytes`. `num_bytes`: bytes of the
+    message, if known."""
     sampling = message.sampling
     num_numbers = len(message.token_ids.ids) + len(sampling.allowed_token_ids) + 8 * len(sampling.logit_bias)
     num_numbers += len(message.encoder_token_ids.ids)
     num_numbers += sum(len(output.token_ids) for output in message.resume.outputs)
-    num_characters, num_item_bytes, num_sounds = _chat_size(message.chat)
+    num_characters, num_item_bytes = _chat_size(message.chat)
     num_characters += len(message.text) + len(message.encoder_text)
     num_characters += sum(map(len, sampling.bad_words)) + sum(map(len, sampling.choice.options))
     num_characters += len(sampling.json_schema) + len(sampling.regex) + len(sampling.grammar)
@@ -54,8 +54,6 @@ def request_bytes(message: pb.GenerateRequest, num_bytes: int = 0, *, samples_of
         num_numbers += len(part.token_ids.ids)
         num_characters += len(part.text)
         num_item_bytes += len(part.prompt_embeds) + len(part.image.data) + len(part.sound.data)
-        num_sounds += part.HasField("sound")
-    num_item_bytes += SAMPLE_BYTES * min(samples_of_sound * num_sounds, MAX_SAMPLES)
     num_outputs = max(1, sampling.n, sampling.best_of, sampling.beam_width)
     return (
         REQUEST_BYTES
@@ -67,17 +65,25 @@ def request_bytes(message: pb.GenerateRequest, num_bytes: int = 0, *, samples_of
     )
 
 
-def _chat_size(chat: pb.Chat) -> tuple[int, int, int]:
-    """Characters, bytes of images and sounds, and number of sounds, in one pass: 4,096 messages take milliseconds."""
+def sample_bytes(message: pb.GenerateRequest, samples_of_sound: int) -> int:
+    """An upper bound of the bytes of all samples of the sounds in a prompt, which are taken after admission.
+    `samples_of_sound`: see `ImageLayouts.max_samples`; 0 if the model reads no sounds."""
+    if not samples_of_sound:
+        return 0
+    num_sounds = sum(part.HasField("sound") for part in message.parts.parts)
+    num_sounds += sum(part.HasField("sound") for one in message.chat.messages for part in one.parts)
+    return ITEM_COPIES * SAMPLE_BYTES * min(samples_of_sound * num_sounds, MAX_SAMPLES)
+
+
+def _chat_size(chat: pb.Chat) -> tuple[int, int]:
+    """Characters, and bytes of images and sounds, in one pass: 4,096 messages take milliseconds."""
     num_characters, num_image_bytes = len(chat.tools) + len(chat.documents) + len(chat.template_arguments), 0
-    num_sounds = 0
     for message in chat.messages:
         num_characters += len(message.content) + len(message.fields)
         for part in message.parts:
             num_characters += len(part.text)
             num_image_bytes += len(part.image.data) + len(part.sound.data)
-            num_sounds += part.HasField("sound")
-    return num_characters, num_image_bytes, num_sounds
+    return num_characters, num_image_bytes
 
 
 def sound_bytes(sound: pb.Sound, num_bytes: int = 0) -> int:
