@@ -197,3 +197,18 @@ def test_a_type_of_the_network_for_images_that_is_no_text_is_refused() -> None:
 def test_a_number_that_no_float_can_be_is_refused() -> None:
     with pytest.raises(ValueError, match=r"vision_config.rms_norm_eps is 1000.*; it must be a finite number"):
         ImageConfig.from_json(GEMMA4 | {"vision_config": GEMMA4["vision_config"] | {"rms_norm_eps": 10**400}})
+
+
+@pytest.mark.parametrize(
+    ("json", "change", "reason"),
+    [
+        (GEMMA3, {"num_attention_heads": -1}, "num_attention_heads is -1; it must be a whole number from 1 on"),
+        (QWEN2_5_VL, {"num_heads": -1}, "num_heads is -1; it must be a whole number from 1 on"),
+        (QWEN2_5_VL, {"num_heads": 3}, "num_heads is 3; it must divide the width, which is 1280"),
+    ],
+)
+def test_heads_with_which_no_image_could_be_encoded_are_refused(
+    json: dict[str, Any], change: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        ImageConfig.from_json(json | {"vision_config": json["vision_config"] | change})

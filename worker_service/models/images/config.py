@@ -56,6 +56,7 @@ class ImageConfig:
         unread = {**keys.unread(), "model_type": vision.model_type}
         check_known(unread, vision, AutoModel._model_mapping.get(type(vision), network_class))
         _check_feature_layers(network)
+        _check_heads(vision)
         num_deep, num_layers = (
             len(getattr(vision, "deepstack_visual_indexes", ())),
             network.text_config.num_hidden_layers,
@@ -75,6 +76,20 @@ def _check_feature_layers(network: Any) -> None:
     if not listed or layers == 0 or any(layer not in range(-last - 1, last + 1) for layer in listed):
         wanted = f"a number from {-last - 1} to {last} except 0" + (", or a list, which may contain 0" * takes_list)
         raise ValueError(f"vision_feature_layer is {shown(layers)}; it must be {wanted}")
+
+
+def _check_heads(vision: Any) -> None:
+    """Refuse numbers of heads that transformers accepts, though it then fails at every image."""
+    for name in ("num_heads", "num_attention_heads"):
+        heads = getattr(vision, name, 1)
+        if heads < 1:
+            raise ValueError(f"vision_config.{name} is {shown(heads)}; it must be a whole number from 1 on")
+    if hasattr(vision, "num_heads"):  # of Qwen's networks
+        width = getattr(vision, "embed_dim", vision.hidden_size)
+        if width % vision.num_heads:
+            raise ValueError(
+                f"vision_config.num_heads is {vision.num_heads}; it must divide the width, which is {width}"
+            )
 
 
 def _without_text(network: Any) -> Any:
