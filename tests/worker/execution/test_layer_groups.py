@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from stepped_worker import PROMPT, Oracle, SteppedWorker, load_runner
+from structlog.testing import capture_logs
 from worker_helpers import LIMITS
 
 from pagewire.v1 import scheduler_output_pb2 as pb
@@ -157,7 +158,9 @@ def test_a_worker_states_its_groups_and_counts_the_blocks_that_a_sequence_needs(
         max_num_batched_tokens=step_tokens,
         disable_hybrid_kv_cache_manager=flag,
     )
-    worker = load_worker(settings)
+    with capture_logs() as logs:
+        worker = load_worker(settings)
+    assert ("layers with a window keep whole contexts" in [line["event"] for line in logs]) is (not groups)
     info = decode_worker_info(encode_worker_info(worker.info, worker.limits, epoch=0))
     assert [(group.block_size, group.window) for group in info.layer_groups] == groups
     assert info.block_size == (8 if groups else 4)

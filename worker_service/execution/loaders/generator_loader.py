@@ -25,7 +25,7 @@ from worker_service.execution.startup.profiling import measure_encoder_decoder, 
 from worker_service.execution.steps.decode_graphs import capture
 from worker_service.execution.steps.encoder_decoder_runner import EncoderDecoderRunner
 from worker_service.execution.steps.model_runner import ModelRunner, Runner
-from worker_service.models.layer_needs import LayerNeeds, LayerStates, has_one_kind, needs_of
+from worker_service.models.layer_needs import LayerKeys, LayerNeeds, LayerStates, has_one_kind, needs_of
 from worker_service.parallel.ranks import Ranks
 from worker_service.progress import stage
 from worker_service.session.step import LayerLimits, Limits, WorkerInfo
@@ -72,7 +72,7 @@ class GeneratorLoader(Loader):
         if settings.disable_hybrid_kv_cache_manager:
             reason = f"--disable-hybrid-kv-cache-manager: {name} needs groups of layers in the cache"
         elif target.device.type != "cpu" and has_one_kind(needs):
-            return ()
+            reason = "a CUDA graph has one block table for each sequence"
         elif settings.speculation is not None and any(isinstance(layer, LayerStates) for layer in needs):
             reason = f"{settings.speculation.flag}: {name} keeps states, which rejected drafts would have changed"
         elif self._proposer_loader.shapes:
@@ -91,6 +91,8 @@ class GeneratorLoader(Loader):
             reason = f"--max-num-batched-tokens is {most}; it must be at least {span}, the tokens of a block of {name}"
         if needs and not has_one_kind(needs):
             raise StartError(reason)
+        if len({layer.window for layer in needs if isinstance(layer, LayerKeys)}) > 1:
+            log.info("layers with a window keep whole contexts", reason=reason)
         return ()
 
     def check(self) -> list[int]:
