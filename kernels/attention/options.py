@@ -14,7 +14,9 @@ def check_no_options(
     causal: bool,
 ) -> None:
     if not causal or any(option is not None for option in (window, soft_cap, bias, sinks, visible_ends)):
-        raise ValueError("the Triton kernel of latent attention is causal, and supports no options")
+        raise ValueError(
+            "the Triton kernel of latent attention is causal, without a window, soft cap, bias, sinks and visible_ends"
+        )
 
 
 def check_attention_options(

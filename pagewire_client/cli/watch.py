@@ -244,8 +244,8 @@ def _share_kept(workers: Sequence[pb.WorkerState]) -> float:
 
 
 def _blocks_by_kind(workers: Sequence[pb.WorkerState]) -> dict[str, str]:
-    """The blocks that sequences hold plus those that only the prefix cache keeps, by kind of layers. Workers with one
-    group of layers are left out."""
+    """The numbers of held and of cached blocks by kind of layers, such as "3+5". Only the prefix cache keeps a cached
+    block. Workers with one group of layers are left out."""
     held, cached = Counter[str](), Counter[str]()
     for worker in workers:
         if len(worker.layer_groups) > 1:

@@ -82,7 +82,7 @@ def read_sound_layouts(files: Path | Mapping[str, Path], encode: Encode | None =
 
 
 def _check_extractor(where: str, extractor: Settings, num_bands: int) -> None:
-    """`num_bands`: those of `audio_config`."""
+    """`num_bands`: the frequency bands in `audio_config`."""
     extractor.require("feature_extractor_type", "WhisperFeatureExtractor")
     whole = {"chunk_length": 30, "hop_length": HOP, "n_fft": 400, "n_samples": WINDOW, "nb_max_frames": WINDOW // HOP}
     for key, value in {**whole, "sampling_rate": SAMPLE_RATE, "padding_side": "right"}.items():

@@ -112,7 +112,7 @@ def test_a_latent_is_stored_once() -> None:
 @pytest.mark.parametrize("option", [(5,), (None, 2.0), (None, None, randn(3, 9)), (None, None, None, False)], ids=str)
 def test_options_are_refused(option: tuple[object, ...]) -> None:
     case = latents([(1, 5)], 3, 22, ops)
-    with pytest.raises(ValueError, match="latent attention is causal, and supports no options"):
+    with pytest.raises(ValueError, match="latent attention is causal, without a window, soft cap"):
         case.run(*option)
 
 

@@ -69,12 +69,12 @@ STATES = [LayerGroup(block_size=8), *[LayerGroup()] * 2]
             [],
             WINDOWS,
             8,
-            "the worker's groups of layers are full (8 tokens a block), window 16 (4 tokens a block); those of earlier "
-            "workers are one for all (8 tokens a block); start the workers that have several groups with "
+            "the worker's groups of layers are: full (8 tokens a block), window 16 (4 tokens a block); earlier workers "
+            "have: one for all (8 tokens a block); start the workers that have several groups with "
             "--disable-hybrid-kv-cache-manager",
         ),
-        (WINDOWS, [], 16, "one for all (16 tokens a block); those of earlier workers are full (8 tokens a block), "),
-        (WINDOWS, STATES, 8, "the worker's groups of layers are full (8 tokens a block), 2 x states; those of "),
+        (WINDOWS, [], 16, "one for all (16 tokens a block); earlier workers have: full (8 tokens a block), "),
+        (WINDOWS, STATES, 8, "the worker's groups of layers are: full (8 tokens a block), 2 x states; earlier "),
         (STATES, STATES[:2], 8, "2 x states; it needs the same --block-size, --max-model-len, "),
         ([], [], 16, "the worker's block size is 16; that of earlier workers is 8; start it with --block-size 8"),
     ],

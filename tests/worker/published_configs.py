@@ -1,4 +1,10 @@
-"""The config.json files of published models, as their authors wrote them.
+"""The config.json files of published models.
+
+Copies of the authors' files were at hand for DeepSeek, gpt-oss, Kimi K2, Llama 4 Scout, Qwen3 and later, Nemotron-H
+56B, Nemotron 3, Gemma 4, Olmo 3, Phi-4, LFM2.5 and Falcon-H1 0.5B. Copies of Kimi Linear, LFM2 8B, MiniMax M2.5 and
+MiMo V2 Flash may lack keys. The files of GLM, Granite, Nemotron-H 8B, Nemotron Nano v2, Falcon-H1 7B, Gemma 2 to 3n and
+SmolLM3 are put together from several sources. Those of Bamba, Jamba, Zamba2, MiniCPM3 and Qwen1.5-MoE are from
+transformers' defaults and older files; MiniCPM3's factors of positions are invented.
 
 Left out are `quantization_config`, which is read elsewhere, the networks for images and sounds, and keys that nearly
 all files have (`USUAL`).

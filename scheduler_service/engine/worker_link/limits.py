@@ -175,7 +175,7 @@ def _check_blocks(ours: Sequence[LayerGroup], block_size: int, info: WorkerInfo)
         else:
             hint = "start the workers that have several groups with --disable-hybrid-kv-cache-manager"
         raise ValueError(
-            f"the worker's groups of layers are {_in_words(theirs, info.block_size)}; those of earlier workers are "
+            f"the worker's groups of layers are: {_in_words(theirs, info.block_size)}; earlier workers have: "
             f"{_in_words(ours, block_size)}; {hint}"
         )
     if info.block_size != block_size:

@@ -1,4 +1,4 @@
-"""The tokens that a preempted group is expected to compute again are those that it really computes again."""
+"""A preempted group computes as many tokens again as the scheduler expected."""
 
 import pytest
 from fake_worker import FakeWorker

@@ -1,4 +1,4 @@
-"""The blocks of each group of layers: those that sequences hold, and those that only the prefix cache keeps."""
+"""For each group of layers, the blocks that sequences hold and the blocks that only the prefix cache keeps."""
 
 import pytest
 from fake_worker import FakeWorker

@@ -113,6 +113,7 @@ QWEN2_5_VL: dict[str, Any] = {
         "temporal_patch_size": 2,
     },
 }  # fmt: skip
+# Written without a copy of the published file, by transformers' converter.
 QWEN3_VL_MOE: dict[str, Any] = {
     "architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe", "image_token_id": 151655,
     "video_token_id": 151656, "vision_start_token_id": 151652, "vision_end_token_id": 151653,

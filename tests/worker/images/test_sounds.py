@@ -67,6 +67,7 @@ PUBLISHED: dict[str, Any] = {
 }  # fmt: skip
 
 
+# Written without a copy of the published file, by transformers' converter.
 VOXTRAL_AUDIO: dict[str, Any] = {
     "activation_dropout": 0.0, "activation_function": "gelu", "attention_dropout": 0.0, "dropout": 0.0, "head_dim": 64,
     "hidden_size": 1280, "initializer_range": 0.02, "intermediate_size": 5120, "layerdrop": 0.0,

@@ -1,4 +1,5 @@
-"""Mistral 4 as it is published: in a whole with a network for images, in fp8, with experts in stacks."""
+"""Mistral 4 in the layout that others report of its published file: in a whole with a network for images, in fp8, with
+experts in stacks."""
 
 import json
 from collections.abc import Callable

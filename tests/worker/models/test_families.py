@@ -206,7 +206,7 @@ def test_kimi_k2_is_deepseek_v3() -> None:
 
 
 def test_the_text_network_of_kimi_k25_is_kimi_k2() -> None:
-    """Keys as in the published file of Kimi K2.5."""
+    """Keys that others report of the published file of Kimi K2.5."""
     whole = {
         "architectures": ["KimiK25ForConditionalGeneration"], "auto_map": {}, "bos_token_id": 163584,
         "eos_token_id": 163585, "ignore_index": -100, "media_placeholder_token_id": 163605, "model_type": "kimi_k25",
@@ -223,7 +223,7 @@ def test_the_text_network_of_kimi_k25_is_kimi_k2() -> None:
 
 
 def mistral4(**changes: Any) -> dict[str, Any]:
-    """Keys as in the published file of Mistral Small 4."""
+    """Keys that others report of the published file of Mistral Small 4."""
     rope = {"type": "yarn", "rope_type": "yarn", "rope_theta": 10000.0, "factor": 128.0, "beta_fast": 32.0,
             "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 8192,
             "max_position_embeddings": 1048576, "llama_4_scaling_beta": 0.1, "partial_rotary_factor": 0.5}  # fmt: skip

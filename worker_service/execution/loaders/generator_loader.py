@@ -91,7 +91,8 @@ class GeneratorLoader(Loader):
             reason = f"--max-num-batched-tokens is {most}; it must be at least {span}, the tokens of a block of {name}"
         if needs and not has_one_kind(needs):
             raise StartError(reason)
-        if len({layer.window for layer in needs if isinstance(layer, LayerKeys)}) > 1:
+        windows = {layer.window for layer in needs if isinstance(layer, LayerKeys)}
+        if None in windows and len(windows) > 1:
             log.info("layers with a window keep whole contexts", reason=reason)
         return ()
 

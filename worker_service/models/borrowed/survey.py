@@ -220,10 +220,12 @@ class _ZeroProducts(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if function is nn.functional.linear:
-            inputs, weight = args[:2]
-            return inputs.new_zeros((*inputs.shape[:-1], weight.shape[0]))
-        return function(*args, **(kwargs or {}))
+        called = _zero_product if function is nn.functional.linear else function
+        return called(*args, **(kwargs or {}))
+
+
+def _zero_product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002, ARG001 (torch's)
+    return input.new_zeros((*input.shape[:-1], weight.shape[0]))
 
 
 def _zeros(tensor: Tensor) -> Tensor:

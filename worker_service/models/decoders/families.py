@@ -17,6 +17,7 @@ from worker_service.models.decoders.readers.deepseek import (
 )
 from worker_service.models.decoders.readers.family_keys import (
     head_dim_of,
+    mistral_rope,
     num_layers_of,
     read_layers,
     read_qwen_windows,
@@ -55,10 +56,7 @@ def _mistral(json: ReadKeys) -> DecoderConfig:
     )
 
 
-_MINISTRAL3_ROPE = {
-    "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "original_max_position_embeddings": 16_384,
-    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
-}  # fmt: skip
+_MINISTRAL3_ROPE = mistral_rope(theta=1_000_000.0, factor=16.0, length=16_384)
 
 
 def _ministral3(json: ReadKeys) -> DecoderConfig:

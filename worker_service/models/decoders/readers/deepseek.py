@@ -11,6 +11,7 @@ from worker_service.models.config.rope import read_rope
 from worker_service.models.decoders.decoder_config import DecoderConfig, Latent, Mixture, MixtureNames
 from worker_service.models.decoders.readers.family_keys import (
     head_dim_of,
+    mistral_rope,
     num_layers_of,
     read_layers,
     read_size,
@@ -21,10 +22,7 @@ from worker_service.read_keys import REFUSED, ReadKeys
 
 _NAMES = MixtureNames("mlp.gate", "mlp.experts", gate="gate_proj", up="up_proj", down="down_proj")
 _STACKED = MixtureNames("mlp.gate", "mlp.experts", gate="gate_up_proj", up=None, down="down_proj")
-_MISTRAL4_ROPE = {
-    "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 128.0, "original_max_position_embeddings": 8192,
-    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
-}  # fmt: skip
+_MISTRAL4_ROPE = mistral_rope(theta=10_000.0, factor=128.0, length=8192)
 
 
 def read_deepseek_v2(json: ReadKeys) -> DecoderConfig:

@@ -152,6 +152,14 @@ def rope_parameters(json: ReadKeys, default: Mapping[str, Any] | None) -> ReadKe
     return json.group("rope_parameters")
 
 
+def mistral_rope(*, theta: float, factor: float, length: int) -> dict[str, Any]:
+    """The default `rope_parameters` of Mistral's families. length: the longest text of the first training."""
+    return {
+        "rope_type": "yarn", "rope_theta": theta, "factor": factor, "original_max_position_embeddings": length,
+        "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+    }  # fmt: skip
+
+
 def read_temperature(json: ReadKeys, parameters: ReadKeys) -> Temperature | None:
     """The factors on queries of Mistral's families. parameters: those of the rotary embeddings."""
     growth = parameters.number("llama_4_scaling_beta", None, null=None, least=0)
