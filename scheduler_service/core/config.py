@@ -101,7 +101,8 @@ class SchedulerConfig:
     num_host_blocks: int = 0
     max_prefill_chunk: int = 0
     """Tokens of the first long prompt in a step, while other sequences need the step's tokens (0: no limit). Each
-    further long prompt computes at most half of the previous one's tokens."""
+    further long prompt computes at most half of the previous one's tokens. With windows, this is the limit also if no
+    other sequence needs tokens."""
     max_loras: int = 1
     """Different adapters that the running groups use."""
     max_held_loras: int = 0
@@ -244,6 +245,10 @@ class SchedulerConfig:
     @property
     def has_states(self) -> bool:
         return any(group.has_states for group in self.layer_groups)
+
+    @property
+    def has_windows(self) -> bool:
+        return any(group.window and not group.chunked for group in self.groups)
 
     @property
     def is_encoder(self) -> bool:

@@ -450,6 +450,8 @@ class SlowScheduler(SlowBlocks):
         """From first to last, plan each anew with what the others leave, if blocks are free."""
         for index, (sequence, num_tokens, num_copies) in enumerate(self.plan):
             most = min(self.due(sequence), num_tokens + self.tokens_left)
+            if any(layers.window and not layers.chunked for layers in self.config.groups):
+                most = min(most, self.config.max_prefill_chunk or most)
             if most > num_tokens:
                 most = self.images.reach(sequence.group, sequence.computed, most)
             if most > num_tokens and self.num_new_blocks([(sequence, most)]) <= self.num_free:

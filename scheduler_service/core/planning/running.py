@@ -15,11 +15,13 @@ from scheduler_service.core.planning.worker_groups import Session
 
 
 class ChunkSizes:
-    """Limits a chunk to the step's tokens, bytes and images, and to `max_chunk` while other sequences need tokens."""
+    """Limits a chunk to the step's tokens, bytes and images, and to `max_chunk` while other sequences need tokens. With
+    windows, this limit always holds, because a sequence needs blocks for its windows and its chunk together."""
 
     def __init__(self, session: Session) -> None:
         config = session.config
         self.max_chunk = config.max_prefill_chunk or config.max_num_batched_tokens
+        self._max_extended = self.max_chunk if config.has_windows else config.max_num_batched_tokens
         self._is_separate = config.phase_rule is PhaseRule.SEPARATE
         self._is_encoder = config.is_encoder
         self._blocks = session.blocks
@@ -88,7 +90,7 @@ class ChunkSizes:
     def extended(self, chunk: Chunk, num_tokens: int) -> int:
         """The tokens of a planned chunk that `num_tokens` further tokens could join."""
         sequence = chunk.sequence
-        num_tokens = chunk.num_tokens + min(self.due(sequence) - chunk.num_tokens, num_tokens)
+        num_tokens = min(self.due(sequence), chunk.num_tokens + num_tokens, self._max_extended)
         if num_tokens > chunk.num_tokens and (images := sequence.group.images):
             num_tokens = self._encoder_cache.reach(images, sequence.num_computed_tokens, num_tokens)
         return num_tokens

@@ -80,6 +80,18 @@ def test_a_prompt_that_is_longer_than_the_pool_can_be_swapped_out_and_comes_back
     assert output_of(urgent) == reference_output(urgent, 0, 64)
 
 
+@pytest.mark.parametrize(("window", "chunk"), [(4, 8), (0, 32)])
+def test_a_long_prompt_alone_computes_no_larger_chunks_with_a_window(window: int, chunk: int) -> None:
+    """They would need blocks of the windows' layers for 32 tokens."""
+    layers = (LayerGroup(4), LayerGroup(4, window))
+    scheduler = make_scheduler(
+        max_num_batched_tokens=32, max_prefill_chunk=8, num_device_blocks=64, layer_groups=layers
+    )
+    worker = FakeWorker(scheduler.config)
+    scheduler.add_request(make_group("long", 80))
+    assert [plan(step(scheduler, worker)) for _ in range(2)] == 2 * [{"long": [chunk]}]
+
+
 def test_what_a_sequence_with_unsound_logits_stored_behind_its_window_is_never_found() -> None:
     scheduler = make_scheduler(sliding_window=2, max_num_batched_tokens=8)
     scheduler.add_request(make_group("sick", 11))
