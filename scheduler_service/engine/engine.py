@@ -83,7 +83,7 @@ class Engine:
         call.adapter_name, call.adapter_id = adapter_name, adapter
 
     def hold(self, call: Call, num_bytes: int) -> None:
-        """Count further texts of an admitted call. Raises RESOURCE_EXHAUSTED or INVALID_ARGUMENT without memory."""
+        """Count further memory of an admitted call. Raises RESOURCE_EXHAUSTED or INVALID_ARGUMENT without memory."""
         call.has_texts, call.is_restored = True, False
         self.requests.admission.hold(call, num_bytes)
 

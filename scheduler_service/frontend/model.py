@@ -95,11 +95,6 @@ class ServedModel:
         return self.sounds is not None and self.encoder_cache_size > 0
 
     @property
-    def samples_of_sound(self) -> int:
-        """The samples of one sound in a prompt at most."""
-        return 0 if self.sounds is None else self.sounds.max_samples
-
-    @property
     def reads(self) -> str:
         """The possible contents of messages, for errors."""
         if self.reads_sounds:

@@ -21,7 +21,7 @@ from pagewire_common.sounds.families import MAX_SAMPLES, WINDOW, sound_layout, v
 from scheduler_service.frontend.calls.generation import check_request
 from scheduler_service.frontend.checking import sound_samples
 from scheduler_service.frontend.model import ServedModel
-from scheduler_service.frontend.output.request_memory import sample_bytes
+from scheduler_service.frontend.output.request_memory import more_memory, sample_bytes
 from scheduler_service.frontend.speech import sound as opened
 
 TEMPLATE = (
@@ -139,7 +139,11 @@ REFUSED: dict[str, tuple[pb.GenerateRequest, Change, str]] = {
     "cut off": (request(Sound(SOUND.data[:4000])), lambda model: model, "parts[0].sound: data is cut off"),
     "no sound": (request(Sound(b"RIFFhello")), lambda model: model, "data is not a readable sound file"),
     "an image": (request(Sound(image_of(2, 2))), lambda model: model, "data is not a readable sound file"),
-    "too short": (request(Sound(wav(0.02))), lambda model: model, "parts[0].sound is shorter than 30 ms"),
+    "too short": (
+        request(Sound(wav(0.02))),
+        lambda model: model,
+        "parts[0].sound has no token; it must be longer than 20 ms",
+    ),
     "too long": (request(Sound(wav(31))), lambda model: model, "parts[0].sound: data is a sound of 31 s or more; at"),
     "in a chat": (chat("a", Sound(b"x")), lambda model: model, "chat.messages[0].parts[1].sound: data is not"),
     "an image in a chat": (chat(Image(image_of(2, 2)), SOUND), lambda model: model, "this model reads no images"),
@@ -197,8 +201,24 @@ async def test_sounds_of_a_request_have_limits_together(model: ServedModel, monk
             assert reason in str(raised.value)
 
 
-def test_samples_count_as_memory_of_the_request() -> None:
-    for one, two in ((request(SOUND), request(SOUND, SOUND)), (chat(SOUND), chat(SOUND, SOUND))):
-        assert sample_bytes(two, WINDOW) == 2 * sample_bytes(one, WINDOW) == 2 * 3 * 30 * 16_000 * 4
-        assert sample_bytes(two, MAX_SAMPLES) == sample_bytes(one, MAX_SAMPLES) == 3 * 240 * 16_000 * 4
-    assert sample_bytes(request([5]), MAX_SAMPLES) == sample_bytes(request(SOUND), 0) == 0
+def test_the_first_30_seconds_of_each_sound_count_as_memory_at_admission() -> None:
+    for make in (request, chat):
+        assert [sample_bytes(make(*[SOUND] * n)) for n in (0, 1, 2)] == [n * 3 * 30 * 16_000 * 4 for n in (0, 1, 2)]
+        assert sample_bytes(make(*[SOUND] * 9)) == 3 * 240 * 16_000 * 4
+
+
+@pytest.mark.parametrize(("seconds", "num_more"), [(0.3, 0), (29, 0), (200, 6)])
+async def test_further_seconds_count_when_they_are_decoded(model: ServedModel, seconds: float, num_more: int) -> None:
+    held = list[int]()
+
+    async def hold(num_bytes: int) -> None:
+        held.append(num_bytes)
+        if len(held) == 7:
+            raise RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, "too much")
+
+    more_memory.set(hold)
+    model = replace(model, sounds=OF_WINDOWS)
+    await check_request(request(Sound(wav(seconds))), "a", model)
+    assert held == num_more * [3 * 30 * 16_000 * 4]
+    with pytest.raises(RequestError, match="too much"):
+        await check_request(request(Sound(wav(230)), Sound(wav(230))), "a", model)

@@ -15,7 +15,6 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.admin_service_pb2 import FinishedRequest
 from pagewire_common.calls.errors import PatientWriter, RequestError
 from pagewire_common.calls.request_limits import request_size
-from pagewire_common.sounds.families import MAX_SAMPLES
 from scheduler_service.access.caller import caller, tenant_of
 from scheduler_service.core import SequenceStatus
 from scheduler_service.frontend.checking.chat import MESSAGES_AT_ONCE, has_images
@@ -30,6 +29,7 @@ from scheduler_service.frontend.output.request import GenerationRequest, request
 from scheduler_service.frontend.output.request_memory import (
     NUMBER_BYTES,
     SOUND_BYTES,
+    more_memory,
     prompt_logprob_bytes,
     request_bytes,
     sample_bytes,
@@ -100,12 +100,14 @@ async def generate(
         if len(request.chat.messages) > MESSAGES_AT_ONCE:
             await asyncio.sleep(0)  # counting the fields of 4,096 messages took 12 ms, and their memory takes 11 ms
         known = link.loading.model
-        samples_of_sound = MAX_SAMPLES if known is None else known.samples_of_sound
         admitted_bytes = request_bytes(request, request_size.get())
         key = request_key(request.tenant, request_id)
         resumes = request.HasField("resume")
         has_sound = request.HasField("encoder_sound")
-        later_bytes = sample_bytes(request, samples_of_sound) + (SOUND_BYTES if has_sound else 0)
+        later_bytes = SOUND_BYTES if has_sound else 0
+        if known is None or known.sounds is not None:
+            later_bytes += sample_bytes(request)
+        more_memory.set(call.hold)
         adapter_id = await call.admit_early(
             key, admitted_bytes, later_bytes=later_bytes, resumes=resumes, adapter_name=request.lora_name
         )

@@ -12,6 +12,7 @@ import numpy as np
 
 from pagewire_common.sounds.families import SAMPLE_RATE, WINDOW
 from scheduler_service.frontend.checking.checks import invalid
+from scheduler_service.frontend.output.request_memory import WINDOW_BYTES, more_memory
 from scheduler_service.frontend.speech.sound import Samples, Sound
 from scheduler_service.frontend.speech.sound_error import SoundError
 
@@ -28,8 +29,11 @@ async def read_samples(name: str, data: bytes, most: int) -> tuple[bytes, int, b
     try:
         # One job for each window: a file of 0.4 MB can take 3 s of CPU time, and other requests need the threads, too.
         sound = await asyncio.to_thread(Sound, data, most / SAMPLE_RATE)
-        # The last window refuses a longer sound even if its header states a shorter length.
-        starts = range(0, most + WINDOW, WINDOW)
-        return await asyncio.to_thread(join, [await asyncio.to_thread(sound.window, start, WINDOW) for start in starts])
+        windows = [await asyncio.to_thread(sound.window, 0, WINDOW)]
+        while len(windows[-1]) == WINDOW and len(windows) * WINDOW <= most:
+            await more_memory.get()(WINDOW_BYTES)
+            # A window behind `most` refuses the sound even if its header states a shorter length.
+            windows.append(await asyncio.to_thread(sound.window, len(windows) * WINDOW, WINDOW))
+        return await asyncio.to_thread(join, windows)
     except SoundError as error:
         invalid(f"{name}: {error}")

@@ -127,7 +127,7 @@ class EngineCall:
         self._link.open_calls[self.number] = self
 
     async def hold(self, num_bytes: int) -> None:
-        """Reserve more memory for this call's texts. Raises RequestError if memory is lacking."""
+        """Reserve more memory for this call. Raises RequestError if memory is lacking."""
         await self._link.connection.ask(self.number, hold=pb.Hold(num_bytes=num_bytes))
         assert self._admit is not None
         self._admit.num_bytes += num_bytes

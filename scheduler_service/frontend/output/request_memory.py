@@ -5,8 +5,11 @@ at admission, so its bytes count from their creation until the client has read t
 output, the request with the most is ended.
 """
 
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire_common.sounds.families import MAX_SAMPLES, SAMPLE_BYTES
+from pagewire_common.sounds.families import MAX_SAMPLES, SAMPLE_BYTES, WINDOW
 
 REQUEST_BYTES = 32 << 10
 """Bytes of a call's asyncio task, stream and `SequenceGroup`, without the parts below."""
@@ -35,8 +38,18 @@ of the features (1 to 1.5 MB each).
 ITEM_COPIES = 3
 """Copies of prompt_embeds, images and samples of sounds besides the received and the parsed message: of the front end,
 on the way to the engine, and of the engine, which sends them to workers."""
+WINDOW_BYTES = ITEM_COPIES * SAMPLE_BYTES * WINDOW
+"""Bytes of the samples of 30 seconds of a sound in a prompt."""
 STRING_BYTES = 50
 """Bytes of a token's text as a separate string."""
+
+
+async def _not_counted(num_bytes: int) -> None:
+    """Calls without a request."""
+
+
+more_memory: ContextVar[Callable[[int], Awaitable[None]]] = ContextVar("more_memory", default=_not_counted)
+"""Reserves further bytes for the current call. Raises RequestError if memory is lacking."""
 
 
 def request_bytes(message: pb.GenerateRequest, num_bytes: int = 0) -> int:
@@ -65,14 +78,12 @@ def request_bytes(message: pb.GenerateRequest, num_bytes: int = 0) -> int:
     )
 
 
-def sample_bytes(message: pb.GenerateRequest, samples_of_sound: int) -> int:
-    """An upper bound of the bytes of all samples of the sounds in a prompt, which are taken after admission.
-    `samples_of_sound`: see `ImageLayouts.max_samples`; 0 if the model reads no sounds."""
-    if not samples_of_sound:
-        return 0
+def sample_bytes(message: pb.GenerateRequest) -> int:
+    """An upper bound of the bytes of the samples that are taken after admission: the first 30 seconds of each sound in
+    a prompt. Further ones are counted when they are decoded (`more_memory`)."""
     num_sounds = sum(part.HasField("sound") for part in message.parts.parts)
     num_sounds += sum(part.HasField("sound") for one in message.chat.messages for part in one.parts)
-    return ITEM_COPIES * SAMPLE_BYTES * min(samples_of_sound * num_sounds, MAX_SAMPLES)
+    return min(WINDOW_BYTES * num_sounds, ITEM_COPIES * SAMPLE_BYTES * MAX_SAMPLES)
 
 
 def _chat_size(chat: pb.Chat) -> tuple[int, int]:
