@@ -18,7 +18,7 @@ from pagewire_common.images.of_family.llava_next import llava_next_layouts
 from pagewire_common.images.of_family.llava_onevision import llava_onevision_layouts
 from pagewire_common.images.of_family.pixtral import pixtral_layouts
 from pagewire_common.images.of_family.qwen import qwen_layouts
-from pagewire_common.images.settings import Settings
+from pagewire_common.images.settings import IMAGES_WITHOUT_EFFECT, PIXELS, Settings
 from pagewire_common.model_files.json_text import loads
 from pagewire_common.model_files.shown import shown
 from pagewire_common.model_files.tokenizer_config import TokenizerConfig
@@ -74,8 +74,8 @@ def read_image_layouts(files: Path | Mapping[str, Path], encode: Encode | None =
         family,
         config=settings,
         vision=settings.group("vision_config"),
-        processor=Settings("processor_config.json", processor),
-        pixels=Settings(where, pixels),
+        processor=Settings("processor_config.json", processor, IMAGES_WITHOUT_EFFECT),
+        pixels=Settings(where, pixels, (*PIXELS, *IMAGES_WITHOUT_EFFECT)),
         tokenizer=TokenizerConfig.read(files),
         encode=encode or tokenizer_of(files),
     )

@@ -1,6 +1,6 @@
 """Reads the JSON objects that describe a model's image processor. Every key is read, or refused by name."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from pagewire_common.model_files.shown import shown
@@ -8,25 +8,30 @@ from pagewire_common.model_files.shown import shown
 _MAX_PAIRS = 256
 LARGEST = 1 << 26
 """Largest size in pixels, and number of pixels, that a file may state."""
-_PIXELS = (
+PIXELS = (
     *("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std", "resample", "do_convert_rgb"),
     "temporal_patch_size",
 )
 """Keys that change pixels, but no layout. The image processor of transformers obeys these keys."""
 _WITHOUT_EFFECT = (
     *("processor_class", "image_processor_type", "feature_extractor_type", "_processor_class", "auto_map"),
-    *("_valid_processor_keys", "device", "disable_grouping", "return_tensors", "input_data_format", "data_format"),
-    *("default_to_square", "image_seq_length", "return_row_col_info", "return_metadata"),
+    *("_valid_processor_keys", "device", "return_tensors"),
+)
+"""Keys of any processor."""
+IMAGES_WITHOUT_EFFECT = (
+    *("disable_grouping", "input_data_format", "data_format", "default_to_square", "image_seq_length"),
+    *("return_row_col_info", "return_metadata"),
 )
 
 
 class Settings:
-    """A JSON object. As in transformers, null counts as missing. Methods raise ValueError with the file and the key."""
+    """A JSON object. As in transformers, null counts as missing. Methods raise ValueError with the file and the key.
+    `unread`: keys that need no reader, besides `_WITHOUT_EFFECT`."""
 
-    def __init__(self, where: str, values: Mapping[str, Any]) -> None:
+    def __init__(self, where: str, values: Mapping[str, Any], unread: Collection[str] = ()) -> None:
         self._where = where
         self._values = {key: value for key, value in values.items() if value is not None}
-        self._read = {*_PIXELS, *_WITHOUT_EFFECT}
+        self._read = {*_WITHOUT_EFFECT, *unread}
 
     def __contains__(self, key: str) -> bool:
         return key in self._values

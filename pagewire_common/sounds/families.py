@@ -104,7 +104,7 @@ def sound_layout(token_id: int, num_samples: int, height: int) -> ImageLayout:
     num_frames = -(-num_samples // HOP)
     num_tokens = ((num_frames - 1) // 2 - 1) // 2 + 1
     if num_tokens < 1:
-        raise ValueError("is shorter than 30 ms, and has no token")
+        raise ValueError("has no token; it must be longer than 20 ms")
     return ImageLayout((token_id,) * num_tokens, (ImagePart(0, num_tokens),))
 
 
