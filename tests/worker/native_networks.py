@@ -3,15 +3,15 @@
 from typing import Any
 
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
-LATENT: dict[str, Any] = {
+DENSE_LATENT: dict[str, Any] = {
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 10,
     "qk_rope_head_dim": 6,
     "v_head_dim": 14,
     "num_key_value_heads": 6,
     "head_dim": 6,
-    "moe_intermediate_size": 36,
 }
+LATENT: dict[str, Any] = {**DENSE_LATENT, "moe_intermediate_size": 36}
 """DeepSeek's sizes."""
 YARN = {
     "rope_type": "yarn",
@@ -199,6 +199,14 @@ NATIVE: dict[str, dict[str, Any]] = {
         "attn_temperature_tuning": False,
         "attention_bias": True,
     },
+    "minicpm3": {
+        "model_type": "minicpm3",
+        **DENSE_LATENT,
+        "q_lora_rank": 12,
+        "scale_emb": 3,
+        "scale_depth": 0.9,
+        "dim_model_base": 20,
+    },
     "minimax_m2, rotated in part": {
         "model_type": "minimax_m2",
         "num_local_experts": 6,
@@ -304,5 +312,12 @@ NATIVE: dict[str, dict[str, Any]] = {
             "short_factor": [1.0, 1.5, 2.0, 3.0, 4.0],
             "long_factor": [9.0] * 5,
         },
+    },
+    "youtu": {
+        "model_type": "youtu",
+        **DENSE_LATENT,
+        "q_lora_rank": None,
+        "rope_interleave": False,
+        "rope_parameters": YARN,
     },
 }

@@ -69,16 +69,6 @@ BORROWED: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 36,
     },
-    "minicpm3": {
-        "model_type": "minicpm3",
-        "num_key_value_heads": 6,
-        "q_lora_rank": 12,
-        "kv_lora_rank": 14,
-        "qk_nope_head_dim": 10,
-        "qk_rope_head_dim": 6,
-        "v_head_dim": 8,
-        "scale_emb": 1,
-    },
     "olmo2": {"model_type": "olmo2"},
     "olmo2, dynamic rope": {
         "model_type": "olmo2",

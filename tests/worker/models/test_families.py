@@ -25,7 +25,7 @@ MIXTURES = ("glm4_moe", "gpt_oss", "minimax_m2", "mixtral", "qwen3_moe")
 UNKNOWN = {"mimo": "qwen2"}
 """Families that transformers does not know, each with one that it does, which they are like."""
 # Every key of families with states is compared by `test_config_sweep`, too.
-LATENTS = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "mistral4"}
+LATENTS = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "minicpm3", "mistral4", "youtu"}
 """Families with latent attention, whose every key `test_config_sweep` compares."""
 WITH_TWO_SIZES = {"gemma4_text", "gemma4_unified_text"}
 """Families with heads of two sizes, whose every key `test_config_sweep` compares."""

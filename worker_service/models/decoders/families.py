@@ -13,7 +13,9 @@ from worker_service.models.decoders.readers.deepseek import (
     read_deepseek_v3,
     read_glm4_moe,
     read_glm4_moe_lite,
+    read_minicpm3,
     read_mistral4,
+    read_youtu,
 )
 from worker_service.models.decoders.readers.family_keys import (
     head_dim_of,
@@ -199,6 +201,7 @@ FAMILIES: dict[str, Callable[[ReadKeys], DecoderConfig]] = FAMILIES_WITH_STATES 
     "llama": _llama,
     "llama4_text": read_llama4,
     "mimo": _mimo,
+    "minicpm3": read_minicpm3,
     "minimax_m2": read_minimax_m2,
     "ministral3": _ministral3,
     "mistral": _mistral,
@@ -214,6 +217,7 @@ FAMILIES: dict[str, Callable[[ReadKeys], DecoderConfig]] = FAMILIES_WITH_STATES 
     "qwen3_vl_moe_text": read_qwen3_vl_moe,
     "qwen3_vl_text": _qwen3_vl,
     "smollm3": _smollm3,
+    "youtu": read_youtu,
 }
 """Readers by `model_type`."""
 

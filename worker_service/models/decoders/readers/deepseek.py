@@ -1,5 +1,5 @@
-"""Reads the config.json of DeepSeek V2 and V3, and of networks like V3: Kimi K2, GLM-4.7-Flash, GLM-4.5 and Mistral 4.
-All have experts in groups beside shared ones, and all but GLM-4.5 latent attention. (DeepSeek-AI, 2024.)"""
+"""Reads the config.json of DeepSeek V2 and V3, and of networks like V3. Kimi K2, GLM-4.7-Flash, GLM-4.5 and Mistral 4
+have experts in groups beside shared ones. All but GLM-4.5 have latent attention. (DeepSeek-AI, 2024.)"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -123,9 +123,38 @@ def read_mistral4(json: ReadKeys) -> DecoderConfig:
     return replace(config, layers=tuple(replace(layer, temperature=temperature) for layer in config.layers))
 
 
+def read_youtu(json: ReadKeys) -> DecoderConfig:
+    """DeepSeek V3 without experts. (Tencent Youtu Lab, 2025.)"""
+    json.without_effect("embedding_initializer_range")
+    dense = [False] * num_layers_of(json)
+    return _read_like_v3(json, None, dense, query_rank=1536, sizes=(512, 128, 64, 128), tied_embeddings=True)
+
+
+def read_minicpm3(json: ReadKeys) -> DecoderConfig:
+    """DeepSeek V2's attention with undivided pairs of rotated elements, without experts. Embeddings, residuals and
+    logits are scaled. (OpenBMB, 2024.)"""
+    num_layers, hidden = num_layers_of(json), read_size(json, "hidden_size")
+    depth = json.number("scale_depth", 1.4, null=num_layers**0.5)
+    value_dim = hidden // read_size(json, "num_attention_heads")
+    return _read(
+        json,
+        None,
+        [False] * num_layers,
+        query_rank=768,
+        interleaved=False,
+        sizes=(256, 64, 32, read_size(json, "v_head_dim", value_dim, null=value_dim)),
+        eps=1e-5,
+        tied_embeddings=True,
+        mlp_bias=json.boolean("mlp_bias", False),
+        embedding_scale=float(json.number("scale_emb", 12)),
+        residual_scale=float(depth) / num_layers**0.5,
+        logit_divisor=hidden / json.integer("dim_model_base", 256, null=hidden),
+    )
+
+
 def _read_like_v3(
-    json: ReadKeys, mixture: Mixture, has_experts: Sequence[bool], *, query_rank: int, sizes: tuple[int, int, int, int],
-    eps: float = 1e-6,
+    json: ReadKeys, mixture: Mixture | None, has_experts: Sequence[bool], *, query_rank: int,
+    sizes: tuple[int, int, int, int], **options: Any,
 ) -> DecoderConfig:  # fmt: skip
     interleaved = json.boolean("rope_interleave", True, null=False)
     return _read(
@@ -135,8 +164,8 @@ def _read_like_v3(
         query_rank=query_rank,
         interleaved=interleaved,
         sizes=sizes,
-        eps=eps,
         ignored_tensors=_mtp_layers(json),
+        **options,
     )
 
 
@@ -186,7 +215,7 @@ def _after(json: ReadKeys, default: int) -> list[bool]:
 
 
 def _read(
-    json: ReadKeys, mixture: Mixture, has_experts: Sequence[bool], *, query_rank: int, interleaved: bool,
+    json: ReadKeys, mixture: Mixture | None, has_experts: Sequence[bool], *, query_rank: int, interleaved: bool,
     sizes: tuple[int, int, int, int], rope: Mapping[str, Any] | None = None, **options: Any,
 ) -> DecoderConfig:  # fmt: skip
     """query_rank, sizes, rope: the family's defaults."""
