@@ -10,9 +10,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from kernels.inputs import AttentionMetadata
 from worker_service.execution.steps.decode_graphs import DecodeGraphs
 from worker_service.execution.steps.model_runner import ModelRunner
-from worker_service.models.causal_model import CausalModel
+from worker_service.models.causal_model import CausalModel, GroupedCache
 from worker_service.session.step import Limits
 
 MAX_NUM_ROWS = 64
@@ -43,20 +44,30 @@ class WithoutPadding:
 
     def forward(self, *inputs: Any) -> Tensor:
         token_ids, positions, slots, attention, cache, adapter_slots = inputs
-        count = int((slots >= 0).sum())
+        count = int((positions >= 0).sum())
+        keys = cache.layers[0].blocks if isinstance(cache, GroupedCache) else cache
         # The networks' type in tests, where the cache has none.
-        dtype = cache.dtype if cache.is_floating_point() else torch.float32
-        hidden = torch.full((len(slots), self.config.hidden_size), torch.nan, dtype=dtype, device=cache.device)
-        if count:
-            attention = replace(
-                attention,
-                query_start=attention.query_start[: count + 1],
-                context_lens=attention.context_lens[:count],
-                block_tables=attention.block_tables[:count],
+        assert isinstance(keys, Tensor)
+        dtype = keys.dtype if keys.is_floating_point() else torch.float32
+        hidden = torch.full((len(positions), self.config.hidden_size), torch.nan, dtype=dtype, device=keys.device)
+
+        def without(metadata: AttentionMetadata) -> AttentionMetadata:
+            return replace(
+                metadata,
+                query_start=metadata.query_start[: count + 1],
+                context_lens=metadata.context_lens[:count],
+                block_tables=metadata.block_tables[:count],
             )
-            rows = (tensor[:count] for tensor in (token_ids, positions, slots))
+
+        if count:
+            if isinstance(cache, GroupedCache):
+                slots, attention = [group[:count] for group in slots], [without(group) for group in attention]
+            else:
+                slots, attention = slots[:count], without(attention)
             adapter_slots = None if adapter_slots is None else adapter_slots[:count]
-            hidden[:count] = self._model.forward(*rows, attention, cache, adapter_slots)
+            hidden[:count] = self._model.forward(
+                token_ids[:count], positions[:count], slots, attention, cache, adapter_slots
+            )
         return hidden
 
 
@@ -66,7 +77,7 @@ def with_fake_graphs(
     """A runner over the same model and cache, with fake graphs."""
     graphs = DecodeGraphs(
         cast(CausalModel, WithoutPadding(runner.model)),
-        runner.cache_engine.device_blocks,
+        runner.cache_engine.cache,
         max(limits.max_num_seqs, max_num_rows),
         limits.max_model_len,
         has_adapters=runner.adapters is not None and runner.adapters.room.num_slots > 0,

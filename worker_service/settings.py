@@ -79,8 +79,8 @@ class WorkerSettings(ServiceSettings):
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of the GPU's memory to use in all")
     disable_hybrid_kv_cache_manager: bool = Field(
         False,
-        description="keep whole contexts in the KV cache also for layers with a sliding window, as on a GPU and with a "
-        "network that drafts, if other layers have no window",
+        description="keep whole contexts in the KV cache also for layers with a sliding window, as beside a network "
+        "that drafts, if other layers have no window",
     )
     enforce_eager: bool = Field(
         False,

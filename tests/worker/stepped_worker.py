@@ -86,11 +86,11 @@ def load_runner(
     for pool in (engine.device_blocks, engine.host_blocks):
         make_nan(pool)
     decode_graphs = None
-    one_table = not isinstance(engine.cache, GroupedCache)
-    if graphs and DEVICE.type == "cuda" and isinstance(config, DecoderConfig) and one_table:
+    has_states = isinstance(engine.cache, GroupedCache) and 0 in engine.cache.block_sizes
+    if graphs and DEVICE.type == "cuda" and isinstance(config, DecoderConfig) and not has_states:
         decode_graphs = DecodeGraphs(
             model,
-            engine.device_blocks,
+            engine.cache,
             MAX_NUM_ROWS,
             LIMITS.max_model_len,
             has_adapters=room.num_slots > 0,

@@ -96,7 +96,22 @@ def test_a_step_of_the_base_alone_launches_no_kernel_of_adapters(
     assert not launched
 
 
-@pytest.mark.parametrize("family", [{}, {"model_type": "mistral", "sliding_window": 6}], ids=["llama", "a window"])
+HEADS_OF_TWO_SIZES = {
+    "model_type": "gemma4_text",
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "sliding_window": 6,
+    "head_dim": 12,
+    "global_head_dim": 24,
+    "hidden_size_per_layer_input": 0,
+}
+"""Their layers form two groups."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [{}, {"model_type": "mistral", "sliding_window": 6}, HEADS_OF_TWO_SIZES],
+    ids=["llama", "a window", "groups of layers"],
+)
 @pytest.mark.parametrize("seed", range(3))
 def test_guesses_are_verified_as_by_single_launches(
     family: dict[str, object], seed: int, make_checkpoint: Callable[..., Path], load: Load
@@ -150,8 +165,8 @@ def test_chunks_of_prompts_are_replayed_beside_decodes_as_far_as_there_are_rows(
 @pytest.mark.parametrize("cache_dtype", [None, torch.int8])
 @pytest.mark.parametrize(
     "family",
-    [{"head_dim": 12}, {"head_dim": 12, "model_type": "mistral", "sliding_window": 6}],
-    ids=["llama", "a window"],
+    [{"head_dim": 12}, {"head_dim": 12, "model_type": "mistral", "sliding_window": 6}, HEADS_OF_TWO_SIZES],
+    ids=["llama", "a window", "groups of layers"],
 )
 def test_prompts_in_any_chunks_beside_decodes_say_what_single_launches_say(
     family: dict[str, object], cache_dtype: torch.dtype | None, make_checkpoint: Callable[..., Path], load: Load
@@ -245,21 +260,23 @@ def test_a_draft_model_has_graphs_without_adapters(
 
 
 def test_the_kernels_of_gpus_leave_padding_rows_alone(make_checkpoint: Callable[..., Path], interpreted: None) -> None:
-    """Of prompts, guesses, adapters and decodes: nothing is stored but what single launches store."""
-    runner = eager(make_checkpoint(num_hidden_layers=1), room=ROOM)
-    cache = runner.cache_engine.device_blocks
+    """Of prompts, guesses, adapters and decodes, in two groups of layers: nothing is stored but what single launches
+    store."""
+    two_layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    runner = eager(make_checkpoint(**HEADS_OF_TWO_SIZES | two_layers), room=ROOM)
+    cache, blocks = runner.cache_engine.cache, runner.cache_engine.device_blocks
     fakes = FakeGraphs()
     graphs = DecodeGraphs(runner.model, cache, 8, LIMITS.max_model_len, has_adapters=True, record=fakes)
     answers, caches = [], []
     for one in (runner, ModelRunner(runner.model, runner.cache_engine, graphs, adapters=runner.adapters)):
-        make_nan(cache)
+        make_nan(blocks)
         add_adapter(one, "a", rank=3, seed=1)
         worker = SteppedWorker(one)
         new = new_with("a", 1, PROMPT[:4]), new_with("", 2, PROMPT[:3])
         steps = [worker.step((1, 4, True), (2, 3, True), new_sequences=new)]
         steps += worker.verify({2: [9, 8], 1: [7]}), worker.step((2, 1, True), (1, 1, True)), worker.verify({2: [6, 5]})
         answers.append([step.token_ids for step in steps])
-        caches.append(cache.clone())
+        caches.append(blocks.view(torch.float32).clone())
     assert answers[0] == answers[1]
     assert fakes.replayed == [8, 8, 2, 4], "seven rows, five, two and three"
     torch.testing.assert_close(*caches, equal_nan=True)

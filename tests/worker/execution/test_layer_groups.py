@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_decode_graphs import FakeGraphs, with_fake_graphs
 from stepped_worker import PROMPT, Oracle, SteppedWorker, load_runner
 from structlog.testing import capture_logs
 from worker_helpers import LIMITS
@@ -110,14 +111,17 @@ def outputs(group: SequenceGroup) -> list[list[int]]:
     return [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in group.sequences]
 
 
+@pytest.mark.parametrize("replays", [False, True])
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
 def test_tokens_match_transformers_through_preemption_and_from_the_prefix_cache(
-    checkpoint: Path, grouped: Limits, mode: PreemptionMode
+    checkpoint: Path, grouped: Limits, mode: PreemptionMode, replays: bool
 ) -> None:
-    """Four contexts of up to 57 tokens need up to 8 and 6 blocks at a time each, of a pool of 17."""
+    """Four contexts of up to 57 tokens need up to 8 and 6 blocks at a time each, of a pool of 17. CUDA graphs have a
+    block table for each group."""
     limits = replace(grouped, num_device_blocks=17, num_host_blocks=40)
-    scheduler = scheduler_of(limits, preemption_mode=mode)
-    worker = SteppedWorker(load_runner(checkpoint, limits=limits), limits)
+    scheduler, record = scheduler_of(limits, preemption_mode=mode), FakeGraphs()
+    runner = load_runner(checkpoint, limits=limits)
+    worker = SteppedWorker(with_fake_graphs(runner, limits, record=record) if replays else runner, limits)
     oracle = Oracle(checkpoint)
     prompts = [PROMPT, PROMPT[::-1], PROMPT[10:], PROMPT[:30]]
     groups = [SequenceGroup(str(n), prompt, SamplingParams(max_tokens=20)) for n, prompt in enumerate(prompts)]
@@ -130,6 +134,7 @@ def test_tokens_match_transformers_through_preemption_and_from_the_prefix_cache(
     serve(scheduler, worker, [SequenceGroup("first", PROMPT, SamplingParams(max_tokens=1)), again])
     assert again.history.num_cached_tokens == len(PROMPT) // 8 * 8
     assert outputs(again) == [oracle.greedy([*PROMPT, 5, 6], 9)]
+    assert bool(record.replayed) == replays
 
 
 def test_outputs_of_one_prompt_share_its_blocks_in_every_group(checkpoint: Path, grouped: Limits) -> None:

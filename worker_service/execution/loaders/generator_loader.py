@@ -64,15 +64,13 @@ class GeneratorLoader(Loader):
         self._proposer: Proposer | None = None
 
     def _groups(self, needs: Sequence[LayerNeeds]) -> tuple[LayerGroup, ...]:
-        """The groups of layers in the KV cache. CUDA graphs and networks that draft have one block table for each
-        sequence, so a GPU has groups only if the layers' needs differ. A step has room for the span of the groups'
-        blocks. Raises StartError if the layers' needs differ and the settings exclude groups."""
+        """The groups of layers in the KV cache. Networks that draft have one block table for each sequence, so there
+        are no groups beside them. A step has room for the span of the groups' blocks. Raises StartError if the layers'
+        needs differ and the settings exclude groups."""
         target, settings, most = self.target, self.settings, self.settings.max_num_batched_tokens
         reason, name = "", target.model_id
         if settings.disable_hybrid_kv_cache_manager:
             reason = f"--disable-hybrid-kv-cache-manager: {name} needs groups of layers in the cache"
-        elif target.device.type != "cpu" and has_one_kind(needs):
-            reason = "a CUDA graph has one block table for each sequence"
         elif settings.speculation is not None and any(isinstance(layer, LayerStates) for layer in needs):
             reason = f"{settings.speculation.flag}: {name} keeps states, which rejected drafts would have changed"
         elif self._proposer_loader.shapes:

@@ -26,8 +26,9 @@ from kernels.inputs import PART_KEYS
 from worker_service.execution.cache.cache_engine import CacheEngine
 from worker_service.execution.cache.shared_prefixes import SharedInputs
 from worker_service.execution.steps.decode_inputs import DecodeInputs, UnseenTokens
-from worker_service.models.causal_model import CausalModel, GroupedCache, ModelConfig
+from worker_service.models.causal_model import Attention, Cache, CausalModel, GroupedCache, ModelConfig, Slots
 from worker_service.models.decoders.decoder_config import DecoderConfig
+from worker_service.models.layer_needs import has_one_kind, needs_of
 from worker_service.progress import count_progress
 from worker_service.session.sequence_state import ScheduledChunk
 from worker_service.settings import WorkerSettings
@@ -64,7 +65,7 @@ class DecodeGraphs:
     def __init__(
         self,
         model: CausalModel,
-        cache: Tensor,
+        cache: Cache,
         max_num_rows: int,
         max_model_len: int,
         *,
@@ -73,16 +74,18 @@ class DecodeGraphs:
     ) -> None:
         """Capture all CUDA graphs.
 
-        cache: see `Cache`, without groups. max_num_rows: at least one for each sequence of a step. record: replaces the
-        capture, in tests."""
-        self._inputs = DecodeInputs(max_num_rows, max_model_len, cache.shape[3], cache.device)
+        cache: without groups that have states. max_num_rows: at least one for each sequence of a step. record: replaces
+        the capture, in tests."""
+        keys = _keys(cache)
+        block_sizes = cache.block_sizes if isinstance(cache, GroupedCache) else [cache.shape[3]]
+        self._inputs = DecodeInputs(max_num_rows, max_model_len, block_sizes, keys.device)
         # Bytes of a token in one layer of all ranks: every rank must choose the same graph, because an all-reduce needs
         # equally many rows, padding included.
-        token_bytes = model.config.kv_parts * model.config.num_kv_heads * model.config.head_dim * cache.itemsize
+        token_bytes = model.config.kv_parts * model.config.num_kv_heads * model.config.head_dim * keys.itemsize
         self._most_read_again = _MAX_READ_AGAIN // token_bytes
-        self._shared = _shared_inputs(model, cache, max_num_rows, max_model_len)
+        self._shared = _shared_inputs(model, cache, block_sizes[0], max_num_rows, max_model_len)
         self._graphs: dict[tuple[int, bool, bool], tuple[Callable[[], object], Tensor]] = {}
-        record = record or _CudaGraphs(cache.device)
+        record = record or _CudaGraphs(keys.device)
         kinds = [
             (size, adapts, shares)
             for size in reversed(self._inputs.sizes)
@@ -130,35 +133,52 @@ class DecodeGraphs:
             return None
         return self._shared
 
-    def _forward(self, model: CausalModel, cache: Tensor, size: int, adapts: bool, shares: bool) -> Tensor:
+    def _forward(self, model: CausalModel, cache: Cache, size: int, adapts: bool, shares: bool) -> Tensor:
         shared = self._shared.tensors(size) if shares and self._shared is not None else None
-        inputs = self._inputs.tensors(size, shared)
-        return model.forward(*inputs, cache, self._inputs.adapter_slots(size) if adapts else None)
+        token_ids, positions, all_slots, all_metadata = self._inputs.tensors(size, shared)
+        slots: Slots = all_slots
+        attention: Attention = all_metadata
+        if not isinstance(cache, GroupedCache):
+            (slots,), (attention,) = all_slots, all_metadata
+        adapter_slots = self._inputs.adapter_slots(size) if adapts else None
+        return model.forward(token_ids, positions, slots, attention, cache, adapter_slots)
+
+
+def _keys(cache: Cache) -> Tensor:
+    """The keys and values of a layer."""
+    keys = cache.layers[0].blocks if isinstance(cache, GroupedCache) else cache[:, 0]
+    assert isinstance(keys, Tensor)
+    return keys
 
 
 def _contexts(chunks: Sequence[ScheduledChunk]) -> "tuple[list[array[int]], list[int]]":
-    """The block table of each row, and the number of tokens to which each row attends."""
+    """The block table of each row in the first group of layers, and the number of tokens to which each row attends."""
     tables = [chunk.sequence.block_ids for chunk in chunks for _ in range(chunk.start, chunk.stop)]
     return tables, [stop for chunk in chunks for stop in range(chunk.start + 1, chunk.stop + 1)]
 
 
-def _shared_inputs(model: CausalModel, cache: Tensor, max_num_rows: int, max_model_len: int) -> SharedInputs | None:
-    """The buffers for shared parts, or None if kernels do not support shared parts."""
-    config = model.config
-    if not isinstance(config, DecoderConfig) or is_narrow(cache.dtype) or config.latent is not None:
+def _shared_inputs(
+    model: CausalModel, cache: Cache, block_size: int, max_num_rows: int, max_model_len: int
+) -> SharedInputs | None:
+    """The buffers for shared parts in the first group of layers, or None if kernels do not support shared parts.
+    block_size: tokens of a block in this group."""
+    config, keys = model.config, _keys(cache)
+    if not isinstance(config, DecoderConfig) or is_narrow(keys.dtype) or config.latent is not None:
         return None  # neither 8-bit kernels nor latents' can share parts
+    if not has_one_kind(needs_of(config, config.num_kv_heads)):
+        return None  # the sizes below would not be those of every layer
     # Heads of the whole model, so that every rank makes the same choice. A rank with a copy of a key head could share
     # more rows.
     groups = config.num_heads // config.num_kv_heads
-    most_rows = ops_for(cache.device).shared_tokens(groups, config.head_dim, cache.dtype)
+    most_rows = ops_for(keys.device).shared_tokens(groups, config.head_dim, keys.dtype)
     row_bytes = config.num_heads * config.head_dim * torch.float32.itemsize
     most_parts, room = (max_model_len - 1) // PART_KEYS, _MAX_SHARED_BYTES // row_bytes
     if not most_rows or not most_parts:
         return None
     # Bytes of a token in one layer of all ranks, so that every rank makes the same choice.
-    token_bytes = 2 * config.num_kv_heads * config.head_dim * cache.itemsize
+    token_bytes = 2 * config.num_kv_heads * config.head_dim * keys.itemsize
     least_saved = _MIN_SAVED // token_bytes
-    return SharedInputs(max_num_rows, most_rows, most_parts, room, least_saved, cache.shape[3], cache.device)
+    return SharedInputs(max_num_rows, most_rows, most_parts, room, least_saved, block_size, keys.device)
 
 
 class _CudaGraphs:
@@ -190,7 +210,8 @@ def capture(
 ) -> DecodeGraphs | None:
     blocks = cache.device_blocks
     captures = isinstance(config, DecoderConfig) and blocks.is_cuda and backend_name(blocks.device) != EAGER
-    if not captures or settings.enforce_eager or isinstance(cache.cache, GroupedCache):
-        return None
+    has_states = isinstance(cache.cache, GroupedCache) and 0 in cache.cache.block_sizes
+    if not captures or settings.enforce_eager or has_states:
+        return None  # a padding row would change the states in its block
     max_num_rows = max(settings.max_num_seqs, min(_PROMPT_ROWS, settings.max_num_batched_tokens))
-    return DecodeGraphs(model, blocks, max_num_rows, max_model_len, has_adapters=has_adapters)
+    return DecodeGraphs(model, cache.cache, max_num_rows, max_model_len, has_adapters=has_adapters)
