@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.inputs import AttentionMetadata
-from worker_service.execution.steps.decode_graphs import DecodeGraphs
+from worker_service.execution.steps.decode_graphs import DecodeGraphs, keys_of
 from worker_service.execution.steps.model_runner import ModelRunner
 from worker_service.models.causal_model import CausalModel, GroupedCache
 from worker_service.session.step import Limits
@@ -45,9 +45,8 @@ class WithoutPadding:
     def forward(self, *inputs: Any) -> Tensor:
         token_ids, positions, slots, attention, cache, adapter_slots = inputs
         count = int((positions >= 0).sum())
-        keys = cache.layers[0].blocks if isinstance(cache, GroupedCache) else cache
+        keys = keys_of(cache)
         # The networks' type in tests, where the cache has none.
-        assert isinstance(keys, Tensor)
         dtype = keys.dtype if keys.is_floating_point() else torch.float32
         hidden = torch.full((len(positions), self.config.hidden_size), torch.nan, dtype=dtype, device=keys.device)
 

@@ -86,8 +86,7 @@ def load_runner(
     for pool in (engine.device_blocks, engine.host_blocks):
         make_nan(pool)
     decode_graphs = None
-    has_states = isinstance(engine.cache, GroupedCache) and 0 in engine.cache.block_sizes
-    if graphs and DEVICE.type == "cuda" and isinstance(config, DecoderConfig) and not has_states:
+    if graphs and DEVICE.type == "cuda" and isinstance(config, DecoderConfig):
         decode_graphs = DecodeGraphs(
             model,
             engine.cache,

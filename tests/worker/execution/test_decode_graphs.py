@@ -105,6 +105,7 @@ HEADS_OF_TWO_SIZES = {
     "hidden_size_per_layer_input": 0,
 }
 """Their layers form two groups."""
+WITH_STATES = {"model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"]}
 
 
 @pytest.mark.parametrize(
@@ -165,8 +166,8 @@ def test_chunks_of_prompts_are_replayed_beside_decodes_as_far_as_there_are_rows(
 @pytest.mark.parametrize("cache_dtype", [None, torch.int8])
 @pytest.mark.parametrize(
     "family",
-    [{"head_dim": 12}, {"head_dim": 12, "model_type": "mistral", "sliding_window": 6}, HEADS_OF_TWO_SIZES],
-    ids=["llama", "a window", "groups of layers"],
+    [{"head_dim": 12}, {"head_dim": 12, "model_type": "mistral", "sliding_window": 6}, HEADS_OF_TWO_SIZES, WITH_STATES],
+    ids=["llama", "a window", "groups of layers", "states"],
 )
 def test_prompts_in_any_chunks_beside_decodes_say_what_single_launches_say(
     family: dict[str, object], cache_dtype: torch.dtype | None, make_checkpoint: Callable[..., Path], load: Load

@@ -2,8 +2,8 @@
 
 On an H200, a decode step of an 8-billion-parameter Llama takes 4.5 ms with a graph, and 12.2 ms with single launches. A
 graph is captured for each of a few batch sizes in rows. A row is one token, and rows may belong to one sequence, so
-graphs also verify drafts and compute short prompts. The largest graph is captured first, so that the others reuse its
-memory. Logits and sampling are not in the graph, because their number of rows changes.
+graphs also verify drafts and compute short prompts, but not of models with states. The largest graph is captured first,
+so that the others reuse its memory. Logits and sampling are not in the graph, because their number of rows changes.
 
 LoRA adapters add two kernels to each matrix product: 256 kernels for 32 layers. With slots for adapters, each batch
 size has a graph with and a graph without adapter kernels, which share inputs and memory. One graph serves all adapters,
@@ -74,11 +74,11 @@ class DecodeGraphs:
     ) -> None:
         """Capture all CUDA graphs.
 
-        cache: without groups that have states. max_num_rows: at least one for each sequence of a step. record: replaces
-        the capture, in tests."""
-        keys = _keys(cache)
+        max_num_rows: at least one for each sequence of a step. record: replaces the capture, in tests."""
+        keys = keys_of(cache)
         block_sizes = cache.block_sizes if isinstance(cache, GroupedCache) else [cache.shape[3]]
         self._inputs = DecodeInputs(max_num_rows, max_model_len, block_sizes, keys.device)
+        self._keeps_states = 0 in block_sizes
         # Bytes of a token in one layer of all ranks: every rank must choose the same graph, because an all-reduce needs
         # equally many rows, padding included.
         token_bytes = model.config.kv_parts * model.config.num_kv_heads * model.config.head_dim * keys.itemsize
@@ -103,7 +103,8 @@ class DecodeGraphs:
         num_rows = sum(chunk.stop - chunk.start for chunk in chunks)
         if num_rows == len(chunks):
             return True
-        if num_rows > self._inputs.sizes[-1]:
+        # Rows advance their states in any order.
+        if num_rows > self._inputs.sizes[-1] or self._keeps_states:
             return False
         # Repeatedly read are the contexts of all rows but the last of each sequence.
         read_again = sum((chunk.stop - chunk.start - 1) * (chunk.start + chunk.stop) // 2 for chunk in chunks)
@@ -144,11 +145,12 @@ class DecodeGraphs:
         return model.forward(token_ids, positions, slots, attention, cache, adapter_slots)
 
 
-def _keys(cache: Cache) -> Tensor:
-    """The keys and values of a layer."""
-    keys = cache.layers[0].blocks if isinstance(cache, GroupedCache) else cache[:, 0]
-    assert isinstance(keys, Tensor)
-    return keys
+def keys_of(cache: Cache) -> Tensor:
+    """The keys and values of a layer, or a state if no layer has keys."""
+    if not isinstance(cache, GroupedCache):
+        return cache[:, 0]
+    keys = next((layer.blocks for layer in cache.layers if isinstance(layer.blocks, Tensor)), cache.layers[0].blocks)
+    return keys if isinstance(keys, Tensor) else keys[0]
 
 
 def _contexts(chunks: Sequence[ScheduledChunk]) -> "tuple[list[array[int]], list[int]]":
@@ -162,7 +164,7 @@ def _shared_inputs(
 ) -> SharedInputs | None:
     """The buffers for shared parts in the first group of layers, or None if kernels do not support shared parts.
     block_size: tokens of a block in this group."""
-    config, keys = model.config, _keys(cache)
+    config, keys = model.config, keys_of(cache)
     if not isinstance(config, DecoderConfig) or is_narrow(keys.dtype) or config.latent is not None:
         return None  # neither 8-bit kernels nor latents' can share parts
     if not has_one_kind(needs_of(config, config.num_kv_heads)):
@@ -210,8 +212,7 @@ def capture(
 ) -> DecodeGraphs | None:
     blocks = cache.device_blocks
     captures = isinstance(config, DecoderConfig) and blocks.is_cuda and backend_name(blocks.device) != EAGER
-    has_states = isinstance(cache.cache, GroupedCache) and 0 in cache.cache.block_sizes
-    if not captures or settings.enforce_eager or has_states:
-        return None  # a padding row would change the states in its block
+    if not captures or settings.enforce_eager:
+        return None
     max_num_rows = max(settings.max_num_seqs, min(_PROMPT_ROWS, settings.max_num_batched_tokens))
     return DecodeGraphs(model, cache.cache, max_num_rows, max_model_len, has_adapters=has_adapters)

@@ -48,7 +48,8 @@ class DecodeInputs:
     """Device buffers for steps of at most `max_num_rows` tokens."""
 
     def __init__(self, max_num_rows: int, max_model_len: int, block_sizes: Sequence[int], device: torch.device) -> None:
-        """block_sizes: tokens of a block in each group of layers."""
+        """block_sizes: tokens of a block in each group of layers; 0 for a group with states. Such groups need one row
+        for each sequence."""
         self.sizes = bucket_sizes(max_num_rows)
         self._max_model_len = max_model_len
         self._padding = np.array([[0], [-1], [0], *[[-1]] * len(block_sizes)])
@@ -83,7 +84,8 @@ class DecodeInputs:
         rows[_CONTEXT, :count] = positions + 1
         for group, tables in enumerate(self._tables):
             of_rows = [sequence.tables[group] for sequence, _ in places]
-            rows[_SLOTS + group, :count] = tables.slots(of_rows, positions)
+            if tables.block_size:
+                rows[_SLOTS + group, :count] = tables.slots(of_rows, positions)
             tables.update(of_rows)
         self._rows[:, :size] = upload(rows, torch.int64, device)
         if unseen is not None:
@@ -99,7 +101,8 @@ class DecodeInputs:
         """Token ids and positions of the first `size` rows, and for each group of layers slots and attention metadata.
 
         shared: of the first group."""
-        token_ids, positions, context_lens, *slots = self._rows[:, :size]
+        token_ids, positions, context_lens, *places = self._rows[:, :size]
+        slots = [row if tables.block_size else row[:0] for row, tables in zip(places, self._tables, strict=True)]
         metadata = [
             AttentionMetadata(
                 query_start=self._query_start[: size + 1],
@@ -131,15 +134,16 @@ class _BlockTables:
     """The block table of each row, in one group of layers."""
 
     def __init__(self, max_num_rows: int, max_model_len: int, block_size: int, device: torch.device) -> None:
-        self._block_size = block_size
-        self.blocks = torch.zeros((max_num_rows, -(-max_model_len // block_size)), dtype=torch.int32, device=device)
+        self.block_size = block_size
+        width = -(-max_model_len // block_size) if block_size else 1
+        self.blocks = torch.zeros((max_num_rows, width), dtype=torch.int32, device=device)
         self._known = [array(TOKENS) for _ in range(max_num_rows)]
 
     def slots(self, tables: "Sequence[array[int]]", positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The slot of each row's token."""
-        indices = (positions // self._block_size).tolist()
+        indices = (positions // self.block_size).tolist()
         blocks = np.array([table[index] for table, index in zip(tables, indices, strict=True)])
-        slots: npt.NDArray[np.int64] = blocks * self._block_size + positions % self._block_size
+        slots: npt.NDArray[np.int64] = blocks * self.block_size + positions % self.block_size
         return slots
 
     def update(self, rows_tables: "Sequence[array[int]]") -> None:
