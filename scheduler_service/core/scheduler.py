@@ -164,7 +164,8 @@ class Scheduler:
     def _release_behind_window(self) -> None:
         for group in self.running:
             for sequence in group.sequences:
-                if sequence.num_computed_tokens >= sequence.releases_at:
+                # Another sequence may have the id that an ended one had on a lost worker.
+                if sequence.num_computed_tokens >= sequence.releases_at and not sequence.status.is_finished:
                     self.blocks.release_behind_window(sequence)
 
     def _keep_states(self, step: Step) -> None:
@@ -323,7 +324,7 @@ def _blocks(config: SchedulerConfig, member: Member, waiting: WaitingQueue) -> B
         prefix_caching=config.caches_prefixes,
         num_lookahead_slots=config.num_lookahead_slots,
         layer_groups=config.groups,
-        max_chunk=config.max_num_batched_tokens,
+        max_chunk=config.largest_chunk,
         max_sequence_tokens=config.max_sequence_tokens,
         directory=waiting.balancer.directory,
         bit=member.bit,

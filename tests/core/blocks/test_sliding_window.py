@@ -4,7 +4,7 @@ import pytest
 from fake_worker import FakeWorker, reference_output
 from scheduler_helpers import make_group, make_scheduler, output_of, plan, run, step
 
-from scheduler_service.core import ModelOutput, PreemptionMode, PriorityQueue
+from scheduler_service.core import ModelOutput, PreemptionMode, PriorityQueue, SequenceStatus, WaitingQueue
 from scheduler_service.core.blocks.allocator import BlockAllocator, Content
 from scheduler_service.core.blocks.prefix_cache import KEY_BYTES
 from scheduler_service.core.config import LayerGroup
@@ -90,6 +90,24 @@ def test_a_long_prompt_alone_computes_no_larger_chunks_with_a_window(window: int
     worker = FakeWorker(scheduler.config)
     scheduler.add_request(make_group("long", 80))
     assert [plan(step(scheduler, worker)) for _ in range(2)] == 2 * [{"long": [chunk]}]
+
+
+def test_an_ended_output_releases_no_blocks_of_the_sequence_that_has_its_id_on_the_next_worker() -> None:
+    waiting = WaitingQueue()
+    lost = make_scheduler(waiting, sliding_window=2, max_num_batched_tokens=8)
+    group, worker = make_group("a", 9, max_tokens=9, n=2), FakeWorker(lost.config)
+    lost.add_request(group)
+    for _ in range(6):
+        step(lost, worker)
+    ended, live = group.sequences
+    lost.finish_sequence(ended, SequenceStatus.FINISHED_ABORTED)
+    lost.release_all()
+    scheduler = make_scheduler(waiting, sliding_window=2, max_num_batched_tokens=8)
+    worker = FakeWorker(scheduler.config)
+    step(scheduler, worker)
+    assert live.id == ended.id
+    run(scheduler, worker)
+    assert output_of(group, 1) == reference_output(group, 1, 64)
 
 
 def test_what_a_sequence_with_unsound_logits_stored_behind_its_window_is_never_found() -> None:
