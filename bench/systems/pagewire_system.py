@@ -14,8 +14,9 @@ from pagewire.v1.worker_service_pb2 import GetWorkerInfoRequest
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from pagewire_client import Client, LocalServer, SamplingParams
 from pagewire_common.connection.channel import open_channel
-from scheduler_service.core.config import LayerGroup, blocks_of_tokens
-from scheduler_service.engine.worker_link.limits import layer_groups
+from scheduler_service.core.config import blocks_of_tokens
+from scheduler_service.engine.worker_link.limits import scheduler_config
+from scheduler_service.settings import SchedulerSettings
 from scheduler_service.wire.codec import decode_worker_info
 
 
@@ -74,8 +75,8 @@ class Pagewire:
         """Maximum of the KV cache that one sequence of `num_tokens` tokens takes, states included."""
         async with open_channel((await self._worker()).address, None) as channel:
             info = decode_worker_info(await WorkerServiceStub(channel).GetWorkerInfo(GetWorkerInfoRequest()))
-        groups = layer_groups(info) or (LayerGroup(info.block_size, info.sliding_window),)
-        return info.block_bytes * blocks_of_tokens(groups, num_tokens, info.max_num_batched_tokens)
+        config = scheduler_config(SchedulerSettings.model_validate({}), info)
+        return info.block_bytes * blocks_of_tokens(config.groups, num_tokens, config.largest_chunk)
 
     async def _worker(self) -> WorkerState:
         async with open_channel(self._server.admin_target, None) as channel:

@@ -248,7 +248,17 @@ class SchedulerConfig:
 
     @property
     def has_windows(self) -> bool:
-        return any(group.window and not group.chunked for group in self.groups)
+        return any(group.window for group in self.groups)
+
+    @property
+    def largest_chunk(self) -> int:
+        """Tokens that a step computes of one sequence. With windows, a sequence holds blocks for these tokens and its
+        windows together."""
+        if not self.has_windows or not self.max_prefill_chunk:
+            return self.max_num_batched_tokens
+        # A chunk exceeds its limit up to the end of an image that is never cut.
+        image = self.max_image_tokens if self.images_attend_both_ways else 0
+        return min(self.max_prefill_chunk + image, self.max_num_batched_tokens)
 
     @property
     def is_encoder(self) -> bool:
@@ -271,7 +281,7 @@ class SchedulerConfig:
         """Tokens of one sequence: the model's limit, or the pool's room if that is smaller."""
         if self.is_encoder:
             return self.max_model_len
-        chunk = self.max_num_batched_tokens + self.num_lookahead_slots
+        chunk = self.largest_chunk + self.num_lookahead_slots
         most = self.max_model_len + self.num_lookahead_slots
         return tokens_that_fit(self.groups, self.num_device_blocks, chunk, most) - self.num_lookahead_slots
 

@@ -120,9 +120,18 @@ class SlowBlocks:
             return max(range(0, num_tokens + 1, layers.window)) // layers.block_size
         return max(0, num_tokens - layers.window + 1) // layers.block_size if layers.window else 0
 
+    def longest_chunk(self) -> int:
+        """With a window, a long prompt's tokens and an image behind them; otherwise a whole step."""
+        step, long = self.config.max_num_batched_tokens, self.config.max_prefill_chunk
+        if not long or not any(layers.window for layers in self.layers):
+            return step
+        if self.config.images_attend_both_ways:
+            long += min(self.config.encoder_cache_size, step - (self.config.max_num_seqs - 1))
+        return min(step, long)
+
     def most_in_window(self, layers: LayerGroup) -> int:
         """Blocks that a chunk and the window before it touch if they begin with the last slot of a block."""
-        chunk = self.config.max_num_batched_tokens + self.config.num_lookahead_slots
+        chunk = self.longest_chunk() + self.config.num_lookahead_slots
         return self.blocks_for(layers, layers.block_size - 1 + layers.window - 1 + chunk)
 
     def in_window(self, layers: LayerGroup, num_blocks: int) -> int:
@@ -528,7 +537,7 @@ class SlowBlocks:
         there_already = set() if alone else self.held("device")
         all_back = {block for tables in back.values() for table in tables for block in table}
         num_back = len(all_back - {None} - there_already)
-        chunks = [(sequence, min(sequence.uncomputed, self.config.max_num_batched_tokens)) for sequence in back]
+        chunks = [(sequence, min(sequence.uncomputed, self.longest_chunk())) for sequence in back]
         if alone:
             others = {sequence: [] for sequence in self.sequences() if sequence not in back}
             return num_back + self.num_new_blocks(chunks, back | others)

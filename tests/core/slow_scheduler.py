@@ -450,7 +450,7 @@ class SlowScheduler(SlowBlocks):
         """From first to last, plan each anew with what the others leave, if blocks are free."""
         for index, (sequence, num_tokens, num_copies) in enumerate(self.plan):
             most = min(self.due(sequence), num_tokens + self.tokens_left)
-            if any(layers.window and not layers.chunked for layers in self.config.groups):
+            if any(layers.window for layers in self.config.groups):
                 most = min(most, self.config.max_prefill_chunk or most)
             if most > num_tokens:
                 most = self.images.reach(sequence.group, sequence.computed, most)
@@ -466,7 +466,7 @@ class SlowScheduler(SlowBlocks):
         for sequence in wanting:
             half = (sequence.max_num_tokens - (sequence.computed + 1) - 1) // 2
             uncertain = sequence.num_drafted + 1
-            room = min(share, sequence.num_wanted, half, self.config.max_num_batched_tokens - uncertain)
+            room = min(share, sequence.num_wanted, half, self.longest_chunk() - uncertain)
             watermark = int(self.config.watermark * self.config.num_device_blocks)
             to_spare = max(0, self.num_free - watermark)
             if room > 0 and self.num_new_blocks([(sequence, 1 + room)]) > to_spare:  # then only what needs none

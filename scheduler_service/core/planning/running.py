@@ -185,7 +185,7 @@ class DraftRoom:
 
     def __init__(self, session: Session) -> None:
         self._blocks = session.blocks
-        self._max_num_batched_tokens = session.config.max_num_batched_tokens
+        self._largest_chunk = session.config.largest_chunk
 
     def hand_out(self, step: Step) -> None:
         """Store in `step.rooms` the number of drafts that each decoding sequence has room for."""
@@ -209,7 +209,7 @@ class DraftRoom:
         # The last token is never computed, only sampled.
         num_left = sequence.max_num_tokens - sequence.num_computed_tokens - 2
         num_in_flight = sequence.num_draft_tokens + 1
-        return min(sequence.num_draft_tokens_wanted, num_left // 2, self._max_num_batched_tokens - num_in_flight)
+        return min(sequence.num_draft_tokens_wanted, num_left // 2, self._largest_chunk - num_in_flight)
 
     def _within_blocks(self, step: Step, sequence: Sequence, room: int) -> int:
         """The drafts, at most `room`, that the sequence has blocks for, or gets blocks for above the watermark."""

@@ -35,9 +35,7 @@ class SwappedPlanner:
             has_adapter_slot = self._adapters.has_slot(group)
             if has_adapter_slot and are_behind is (not group.is_behind):
                 return
-            status = self._blocks.can_swap_in(
-                group, self._config.max_num_batched_tokens, leave_watermark=bool(groups.running)
-            )
+            status = self._blocks.can_swap_in(group, self._config.largest_chunk, leave_watermark=bool(groups.running))
             if status is AllocStatus.NEVER:
                 groups.ignore(group)
                 step.ignored.append(group)
