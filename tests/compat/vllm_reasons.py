@@ -55,6 +55,7 @@ REASONS: list[tuple[str, str, str]] = [
     ),
     ("sizes that are refused by vLLM and taken here", r"bigger_truncation|matryoshka", r""),
     ("a longer context than that of the run", r"", r"10000; together"),
+    ("levels of reasoning, which the model's chat template lacks", r"", r"no levels of reasoning"),
     (
         "vLLM's words or names for an error",
         r"max_model_len|validation",
