@@ -163,6 +163,9 @@ class SlowScheduler(SlowBlocks):
             return
         while self.num_new_blocks(chunks := self.chunks_of(group)) > self.num_free:
             if self.running == [group]:
+                if self.kept:
+                    self.release_kept([*self.kept], is_sound=False)
+                    continue
                 self.ignore(group)
                 return
             victim = self.queue.victim(self.running)

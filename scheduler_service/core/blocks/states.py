@@ -13,7 +13,7 @@ waiting sequence can tell a running one to keep the states where the two divide,
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 
 from scheduler_service.core.blocks.allocator import BlockAllocator
@@ -135,7 +135,7 @@ class StateBlocks:
         return num_planned <= num_tokens and (_is_free(sequence) or num_tokens in self._stops(sequence))
 
     @property
-    def keeping(self) -> Iterable[Sequence]:
+    def keeping(self) -> Collection[Sequence]:
         """Sequences whose kept blocks have no key yet."""
         return self._kept
 

@@ -144,6 +144,9 @@ class RunningPlanner:
             (chunk.sequence, chunk.num_tokens) for chunk in chunks if not chunk.sequence.is_encoder
         ):
             if len(self._groups.running) == 1:
+                if self._blocks.states.keeping:
+                    self._blocks.states.forget_kept()
+                    continue
                 step.budget.give_back(num_seqs=group.num_seqs)
                 self._groups.ignore(group)
                 step.ignored.append(group)

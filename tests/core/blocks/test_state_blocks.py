@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 from fake_worker import FakeWorker, reference_output
-from scheduler_helpers import make_group, make_scheduler, output_of, plan, run, step
+from scheduler_helpers import make_group, make_scheduler, output_of, plan, run, run_ahead, step
 
 from scheduler_service.core import Scheduler, SequenceGroup
 from scheduler_service.core.blocks import states
@@ -100,6 +100,17 @@ def test_a_reset_removes_states_and_those_that_running_sequences_would_keep() ->
     run(scheduler, worker)
     assert scheduler.blocks.device.num_findable == 0
     assert scheduler.blocks.device.num_free == 64
+
+
+def test_states_that_are_kept_for_the_cache_end_no_request_that_needs_their_block() -> None:
+    """A pool has one block for each of two outputs. The step that fills the kept block is in flight when they fork."""
+    scheduler = make_scheduler(
+        layer_groups=(LayerGroup(0),), block_size=1, num_device_blocks=2, watermark=0.0, max_num_batched_tokens=12
+    )
+    group, worker = make_group("a", 14, n=2), FakeWorker(scheduler.config)
+    scheduler.add_request(group)
+    run_ahead(scheduler, worker, 1)
+    assert [output_of(group, index) for index in range(2)] == [reference_output(group, index, 64) for index in range(2)]
 
 
 def test_requests_that_arrive_together_wait_until_one_of_them_has_kept_the_common_states() -> None:
