@@ -23,7 +23,9 @@ def pytest_report_header() -> list[str]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--all-kernels", action="store_true", help="test the CPU kernels of every instruction set, not of two alone"
+        "--all-kernels",
+        action="store_true",
+        help="test the CPU kernels of every instruction set, not of two alone, and compile Triton's for two GPUs",
     )
 
 
