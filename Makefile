@@ -71,7 +71,7 @@ demo-transcribe: serving
 
 # One process per core: on two cores, three processes took as long as two.
 test: setup
-	PYTHONHASHSEED=0 $(BIN)/python -m pytest -n logical
+	PYTHONHASHSEED=0 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical
 
 # The CPU kernels of every instruction set of this machine. `make test` has the best and the simplest alone.
 test-kernels: setup

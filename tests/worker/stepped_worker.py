@@ -204,14 +204,15 @@ class Oracle:
 
 
 def generate_with_everything(worker: SteppedWorker, count: int) -> tuple[list[int], list[int]]:
-    """Tokens after PROMPT, and 4 after its first 20 tokens, through chunks, a batch, preemption and swapping. Without
-    states, another sequence has the first token from blocks of the prompt."""
+    """Tokens after PROMPT, and 4 after its first 20 tokens, through chunks, a batch, preemption and swapping. Another
+    sequence has the first token from blocks of these 20 tokens, whose states have been kept in a copy."""
     found = list(worker.step((1, 30, False), new_sequences=(new_sequence(1, PROMPT, range(13)),)).token_ids)
     late = new_sequence(2, PROMPT[:20], range(20, 26))
     both = [
         worker.step((1, 7, True), (2, 11, False), new_sequences=(late,)).token_ids,
         worker.step((2, 9, True), (1, 1, True)).token_ids[::-1],
-        *(worker.step((1, 1, True), (2, 1, True)).token_ids for _ in range(3)),
+        worker.step((1, 1, True), (2, 1, True), blocks_to_copy=BlockMapping((20,), (44,))).token_ids,
+        *(worker.step((1, 1, True), (2, 1, True)).token_ids for _ in range(2)),
     ]
     found += [step[0] for step in both]
 
@@ -231,10 +232,8 @@ def generate_with_everything(worker: SteppedWorker, count: int) -> tuple[list[in
         blocks_to_swap_in=BlockMapping(tuple(range(8)), tuple(range(50, 58))),
         block_table_updates=(BlockTableUpdate(1, 0, tokens(table)),),
     ).token_ids
-    cache = worker.runner.cache_engine.cache
-    if not (isinstance(cache, GroupedCache) and 0 in cache.block_sizes):
-        cached = new_sequence(3, PROMPT, [*table[:8], *range(20, 22)], num_computed_tokens=32)
-        again = worker.step((3, len(PROMPT) - 32, True), new_sequences=(cached,)).token_ids
-        assert [*again] == found[:1], f"from the prefix cache, the first token is {again[0]}"
-        worker.step(finished=(3,))
+    cached = new_sequence(3, PROMPT, [44, *range(21, 25), *range(45, 50)], num_computed_tokens=20)
+    again = worker.step((3, len(PROMPT) - 20, True), new_sequences=(cached,)).token_ids
+    assert [*again] == found[:1], f"from the prefix cache, the first token is {again[0]}"
+    worker.step(finished=(3,))
     return found + worker.generate(1, count - len(found)), [step[1] for step in both[1:]]
