@@ -46,12 +46,17 @@ def jobs(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPath
     jobs = {name: Job(str(make_checkpoint(**network))) for name, network in NETWORKS.items()}
     for name in ADAPTED:
         network, base, folder = NETWORKS[name], Path(jobs[name].path), tmp_path_factory.mktemp("adapters")
+        every: Any = "all-linear"
         some = ["qkv_proj", "down_proj"] if network.get("model_type") == "phi3" else ["k_proj", "v_proj", "down_proj"]
+        if "kv_lora_rank" in network:  # kv_b_proj takes no adapters
+            query = ["q_a_proj", "q_b_proj"] if network["q_lora_rank"] else ["q_proj"]
+            every = [*query, "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj"]
+            some = [query[-1], "kv_a_proj_with_mqa", "down_proj"]
         sizes = {"o_proj": 9} | ({} if name == "gpt_oss" else {"layers.1.mlp.down_proj": 2})  # experts take no adapters
         adapters = [
-            save_adapter(folder / "all", base, 1),
+            save_adapter(folder / "all", base, 1, target_modules=every),
             save_adapter(folder / "some", base, 2, r=7, use_rslora=True, target_modules=some),
-            save_adapter(folder / "sizes", base, 3, rank_pattern=sizes),
+            save_adapter(folder / "sizes", base, 3, target_modules=every, rank_pattern=sizes),
         ]
         jobs[name] = replace(jobs[name], adapters=[str(path) for path in adapters])
     rounded = {"bfloat16": WHOLE_BF16}
