@@ -222,6 +222,16 @@ def test_the_text_network_of_kimi_k25_is_kimi_k2() -> None:
         read_config(whole | {"odd": 1})
 
 
+@pytest.mark.parametrize("stated", [{}, {"v_head_dim": None}], ids=str)
+def test_a_value_of_minicpm3_has_by_default_its_heads_share_of_the_hidden_size(stated: dict[str, Any]) -> None:
+    config = read_config(SIZES | {"model_type": "minicpm3"} | stated)
+    assert isinstance(config, DecoderConfig)
+    assert config.latent is not None
+    assert config.latent.value_dim == 256 // 64
+    with pytest.raises(ValueError, match="hidden_size is 60; without v_head_dim, it must be at least 64"):
+        read_config(SIZES | {"model_type": "minicpm3", "hidden_size": 60} | stated)
+
+
 def mistral4(**changes: Any) -> dict[str, Any]:
     """Keys that others report of the published file of Mistral Small 4."""
     rope = {"type": "yarn", "rope_type": "yarn", "rope_theta": 10000.0, "factor": 128.0, "beta_fast": 32.0,

@@ -135,14 +135,17 @@ def read_minicpm3(json: ReadKeys) -> DecoderConfig:
     logits are scaled. (OpenBMB, 2024.)"""
     num_layers, hidden = num_layers_of(json), read_size(json, "hidden_size")
     depth = json.number("scale_depth", 1.4, null=num_layers**0.5)
-    value_dim = hidden // read_size(json, "num_attention_heads")
+    value_dim = hidden // (num_heads := read_size(json, "num_attention_heads"))
+    if not value_dim and json.plain.get("v_head_dim") is None:
+        raise ValueError(f"hidden_size is {hidden}; without v_head_dim, it must be at least {num_heads}")
     return _read(
         json,
         None,
         [False] * num_layers,
         query_rank=768,
         interleaved=False,
-        sizes=(256, 64, 32, read_size(json, "v_head_dim", value_dim, null=value_dim)),
+        sizes=(256, 64, 32, value_dim),
+        null_value=value_dim,
         eps=1e-5,
         tied_embeddings=True,
         mlp_bias=json.boolean("mlp_bias", False),
@@ -216,11 +219,12 @@ def _after(json: ReadKeys, default: int) -> list[bool]:
 
 def _read(
     json: ReadKeys, mixture: Mixture | None, has_experts: Sequence[bool], *, query_rank: int, interleaved: bool,
-    sizes: tuple[int, int, int, int], rope: Mapping[str, Any] | None = None, **options: Any,
+    sizes: tuple[int, int, int, int], null_value: int = REFUSED, rope: Mapping[str, Any] | None = None, **options: Any,
 ) -> DecoderConfig:  # fmt: skip
-    """query_rank, sizes, rope: the family's defaults."""
-    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    rank, plain, rotary, value = (read_size(json, name, size) for name, size in zip(names, sizes, strict=True))
+    """query_rank, sizes, rope: the family's defaults. null_value: what null means for `v_head_dim`."""
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
+    rank, plain, rotary = (read_size(json, name, size) for name, size in zip(names, sizes, strict=False))
+    value = read_size(json, "v_head_dim", sizes[3], null=null_value)
     latent = Latent(rank, read_size(json, "q_lora_rank", query_rank, null=0) or None, plain, rotary, value, interleaved)
     attention_bias = json.boolean("attention_bias", False)
     return read_layers(
