@@ -207,16 +207,18 @@ def test_the_first_30_seconds_of_each_sound_count_as_memory_at_admission() -> No
         assert sample_bytes(make(*[SOUND] * 9)) == 3 * 240 * 16_000 * 4
 
 
-@pytest.mark.parametrize(("seconds", "num_more"), [(0.3, 0), (29, 0), (200, 6)])
+@pytest.mark.parametrize(("seconds", "num_more"), [(0.3, 0), (29, 0), (200, 6), (240, 7)])
 async def test_further_seconds_count_when_they_are_decoded(model: ServedModel, seconds: float, num_more: int) -> None:
     held = list[int]()
 
     async def hold(num_bytes: int) -> None:
         held.append(num_bytes)
-        if len(held) == 7:
+        if len(held) == 8:
             raise RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, "too much")
 
     more_memory.set(hold)
+    await sound_samples.read_samples("sound", wav(30), WINDOW)
+    assert not held, "no longer sounds are read"
     model = replace(model, sounds=OF_WINDOWS)
     await check_request(request(Sound(wav(seconds))), "a", model)
     assert held == num_more * [3 * 30 * 16_000 * 4]

@@ -31,8 +31,9 @@ async def read_samples(name: str, data: bytes, most: int) -> tuple[bytes, int, b
         sound = await asyncio.to_thread(Sound, data, most / SAMPLE_RATE)
         windows = [await asyncio.to_thread(sound.window, 0, WINDOW)]
         while len(windows[-1]) == WINDOW and len(windows) * WINDOW <= most:
-            await more_memory.get()(WINDOW_BYTES)
-            # A window behind `most` refuses the sound even if its header states a shorter length.
+            # A window behind `most` is empty, or refuses the sound, whatever length its header states.
+            if len(windows) * WINDOW < most:
+                await more_memory.get()(WINDOW_BYTES)
             windows.append(await asyncio.to_thread(sound.window, len(windows) * WINDOW, WINDOW))
         return await asyncio.to_thread(join, windows)
     except SoundError as error:
