@@ -20,6 +20,7 @@ from pagewire_common.images.layout import ImageLayouts
 from pagewire_common.sounds.families import MAX_SAMPLES, WINDOW, sound_layout, voxtral_layout
 from scheduler_service.frontend.calls.generation import check_request
 from scheduler_service.frontend.checking import sound_samples
+from scheduler_service.frontend.checking.prompt import encode_prompt
 from scheduler_service.frontend.model import ServedModel
 from scheduler_service.frontend.output.request_memory import more_memory, sample_bytes
 from scheduler_service.frontend.speech import sound as opened
@@ -207,13 +208,19 @@ def test_the_first_30_seconds_of_each_sound_count_as_memory_at_admission() -> No
         assert sample_bytes(make(*[SOUND] * 9)) == 3 * 240 * 16_000 * 4
 
 
+@pytest.mark.parametrize("is_stated", [True, False])
 @pytest.mark.parametrize(("seconds", "num_more"), [(0.3, 0), (29, 0), (200, 6), (240, 7)])
-async def test_further_seconds_count_when_they_are_decoded(model: ServedModel, seconds: float, num_more: int) -> None:
-    held = list[int]()
+async def test_further_seconds_count_before_they_are_decoded(
+    model: ServedModel, seconds: float, num_more: int, is_stated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, if the header states them."""
+    held, window = list[int](), 3 * 30 * 16_000 * 4
+    if not is_stated:
+        monkeypatch.setattr(opened.Sound, "stated_seconds", 0.0)
 
     async def hold(num_bytes: int) -> None:
         held.append(num_bytes)
-        if len(held) == 8:
+        if sum(held) > 7 * window:
             raise RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, "too much")
 
     more_memory.set(hold)
@@ -221,6 +228,15 @@ async def test_further_seconds_count_when_they_are_decoded(model: ServedModel, s
     assert not held, "no longer sounds are read"
     model = replace(model, sounds=OF_WINDOWS)
     await check_request(request(Sound(wav(seconds))), "a", model)
-    assert held == num_more * [3 * 30 * 16_000 * 4]
+    assert held == ([num_more * window] * (num_more > 0) if is_stated else num_more * [window])
     with pytest.raises(RequestError, match="too much"):
         await check_request(request(Sound(wav(230)), Sound(wav(230))), "a", model)
+
+
+async def test_the_samples_of_a_sound_whose_tokens_are_counted_are_not_kept(model: ServedModel) -> None:
+    """A file of 3 KB can have 15 MB of samples."""
+    message = pb.TokenizeRequest(chat=chat(SOUND).chat)
+    (item,) = (await encode_prompt(message, model)).items
+    assert item.data == b""
+    (kept,) = (await encode_prompt(chat(SOUND), model)).items
+    assert (item.num_embeddings, len(kept.data) > 0) == (kept.num_embeddings, True)

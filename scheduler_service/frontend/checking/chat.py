@@ -72,7 +72,7 @@ async def encode_chat(
     except TemplateError as error:
         invalid(str(error))
     if images:
-        return ChatPrompt(await expand_images(token_ids, images, model), end)
+        return ChatPrompt(await expand_images(token_ids, images, model, is_counted=aside), end)
     built = PromptBuilder(model, "chat")
     built.token_ids = await take_token_ids(token_ids)
     return ChatPrompt(built, end)

@@ -14,21 +14,28 @@ from pagewire_common.sounds.families import MAX_SAMPLES, MAX_SOUNDS, SAMPLE_RATE
 from scheduler_service.core import ImagePart, PromptItem
 from scheduler_service.core.groups.prompt_item import PLACEHOLDER
 from scheduler_service.frontend.checking.checks import check_context, check_token_ids, invalid, take_token_ids
-from scheduler_service.frontend.checking.sound_samples import read_samples
+from scheduler_service.frontend.checking.sound_samples import count_samples, read_samples
 from scheduler_service.frontend.model import ServedModel
 
 
 class PromptBuilder:
     """The tokens and items of the parts that have been added. `name`: the field that contains them, for errors.
     `num_images`: images of the whole prompt. `is_one_text`: whether newlines around an image are joined with the
-    text's, as in a text that contains images."""
+    text's, as in a text that contains images. `is_counted`: whether only the tokens are wanted, and not the items'
+    data."""
 
     def __init__(
-        self, model: ServedModel, name: str = "parts", *, num_images: int = 0, is_one_text: bool = False
+        self,
+        model: ServedModel,
+        name: str = "parts",
+        *,
+        num_images: int = 0,
+        is_one_text: bool = False,
+        is_counted: bool = False,
     ) -> None:
         self.token_ids = array("I")
         self.items: list[PromptItem] = []
-        self._model, self._name, self._is_one_text = model, name, is_one_text
+        self._model, self._name, self._is_one_text, self._is_counted = model, name, is_one_text, is_counted
         self._images_of_prompt = num_images
         self._num_images = self._num_image_bytes = self._num_pixels = 0
         self._num_sounds = self._num_sound_bytes = self._num_samples = 0
@@ -70,7 +77,11 @@ class PromptBuilder:
             invalid(f"{name} is one sound too many; at most {MAX_SOUNDS} are allowed")
         if self._num_sound_bytes > MAX_BYTES:
             invalid(f"the sounds up to {name} have {self._num_sound_bytes} bytes; at most {MAX_BYTES} are allowed")
-        digest, num_samples, samples = await read_samples(name, data, layouts.max_samples)
+        digest, samples = b"", b""
+        if self._is_counted:
+            num_samples = await count_samples(name, data, layouts.max_samples)
+        else:
+            digest, num_samples, samples = await read_samples(name, data, layouts.max_samples)
         self._num_samples += num_samples
         if self._num_samples > MAX_SAMPLES:
             seconds, most = self._num_samples / SAMPLE_RATE, MAX_SAMPLES / SAMPLE_RATE
@@ -96,15 +107,15 @@ class PromptBuilder:
 
 
 async def expand_images(
-    token_ids: Sequence[int], images: Sequence[tuple[str, bytes]], model: ServedModel
+    token_ids: Sequence[int], images: Sequence[tuple[str, bytes]], model: ServedModel, *, is_counted: bool = False
 ) -> PromptBuilder:
     """Replace the placeholders in a chat's tokens by the tokens of its images.
 
-    `images`: names for errors, and files: all images, or all sounds. Raises RequestError, also if their number is not
-    that of the placeholders.
+    `images`: names for errors, and files: all images, or all sounds. `is_counted`: see `PromptBuilder`. Raises
+    RequestError, also if their number is not that of the placeholders.
     """
     rendered = await take_token_ids(token_ids)
-    built = PromptBuilder(model, "chat", num_images=len(images), is_one_text=True)
+    built = PromptBuilder(model, "chat", num_images=len(images), is_one_text=True, is_counted=is_counted)
     if not images:
         built.add_tokens("chat", rendered)
         return built

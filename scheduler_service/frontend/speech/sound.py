@@ -110,6 +110,11 @@ class Sound:
         self._is_over = False
 
     @property
+    def stated_seconds(self) -> float:
+        """The length that the header states, or 0."""
+        return (self._file.frames or 0) / float(self._file.samplerate)
+
+    @property
     def seconds(self) -> float:
         """Seconds of sound read so far; after the last window, the full length."""
         return self._num_read / float(self._file.samplerate)
