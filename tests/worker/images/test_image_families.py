@@ -24,3 +24,15 @@ def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         worker.begin()
         asked = [worker.ask(number, prompt) for number, prompt in enumerate(PROMPTS)]
         assert worker.generate(asked, COUNT, chunk) == expected, chunk
+
+
+@pytest.mark.parametrize("name", ["llava of pixtral", "mistral3"])
+def test_an_image_of_one_token_is_read_alone_and_beside_others(name: str, tmp_path: Path) -> None:
+    """transformers reads Mistral 3's beside others only, so the last prompt has a second."""
+    path = make_model(tmp_path, name)
+    oracle, worker, tiny = ImageOracle(path), ImageWorker(path), picture(4, 4)
+    prompts: list[Prompt] = [[5, tiny, 6, ONE, 7], [5, tiny, 6, tiny, 9]]
+    asked = [worker.ask(number, prompt) for number, prompt in enumerate(prompts)]
+    assert asked[0].message.items[0].num_embeddings == 1
+    expected = {number: oracle.greedy(prompt, COUNT)[0] for number, prompt in enumerate(prompts)}
+    assert worker.generate(asked, COUNT) == expected

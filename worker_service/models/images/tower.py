@@ -24,6 +24,9 @@ class ImageTower:
         for name in _TEXT:
             if hasattr(self._network, name):
                 delattr(self._network, name)
+        if config.network.model_type == "mistral3":
+            # transformers' code removes the first dimension, which is the embeddings' if an image has only one.
+            self._network.multi_modal_projector.register_forward_hook(lambda *called: called[-1].unsqueeze(0))
         self._takes = signature(self._network.get_image_features).parameters
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
