@@ -41,7 +41,7 @@ class Routing:
 
     def __post_init__(self) -> None:
         size, rest = divmod(self.num_experts, self.num_groups)
-        if rest or size < self.num_summed:
+        if rest or (self.num_groups > 1 and size < self.num_summed):
             least = ", with at least 2 in each group" if self.num_summed == 2 else ""
             raise ValueError(
                 f"n_group is {self.num_groups}; it must divide n_routed_experts, which is {self.num_experts}{least}"

@@ -276,6 +276,12 @@ def test_a_file_as_transformers_writes_it_is_read(family: str) -> None:
     assert check({"model_type": family} | json) == "alike"
 
 
+@pytest.mark.parametrize("family", ["lfm2_moe", "llama4_text", "minimax_m2"])
+def test_a_mixture_of_one_expert_needs_no_groups(family: str) -> None:
+    one = {"num_experts": 1, "num_local_experts": 1, "num_experts_per_tok": 1}
+    assert check(small(family) | {name: one[name] for name in one if name in fields_of(family)}) == "alike"
+
+
 @cache
 def keys_of_all() -> frozenset[str]:
     """Keys of transformers' base class. One reader obeys or refuses them for every family."""
