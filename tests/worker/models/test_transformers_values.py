@@ -76,6 +76,26 @@ def test_a_value_that_no_network_has_is_refused_by_its_key(family: str, key: str
         read_config(sizes | {"model_type": family, key: value})
 
 
+_OF_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32}
+UNLIMITED: list[dict[str, Any]] = [
+    SMALL | _OF_MAMBA | {"model_type": "bamba", "attn_layer_indices": [1]},
+    SMALL | _OF_MAMBA | {"model_type": "falcon_h1", "mamba_d_ssm": 128},
+    {"model_type": "mamba2", "vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 8,
+     "head_dim": 16},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("json", UNLIMITED, ids=lambda json: json["model_type"])
+def test_published_files_may_say_that_time_steps_have_no_limit(json: dict[str, Any]) -> None:
+    """In JSON `Infinity`, in place of which transformers 5 writes an object."""
+    for most in (inf, {"__float__": "Infinity"}):
+        config: Any = read_config(json | {"time_step_limit": [0.0, most]})
+        assert [*config.network.time_step_limit] == [0.0, inf]
+    for limits in ([0.0, -inf], [0.0, nan]):
+        with pytest.raises(ValueError, match=r"time_step_limit is .*; it must be a finite number"):
+            read_config(json | {"time_step_limit": limits})
+
+
 SCALED = {
     "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64,
     "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0,

@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
+from math import inf
 from typing import Any, TypeGuard
 
 from worker_service.models.config.config_keys import HARMLESS
@@ -21,6 +22,8 @@ _FROM_ONE = ("hidden_size", "max_position_embeddings", "num_attention_heads", "n
                  "type_vocab_size", "vocab_size")  # fmt: skip
 _DIVISORS = re.compile(r".*(eps|epsilon|soft_?cap(ping)?|logits_scaling)")
 """Keys above 0: divisors, or terms of a sum under a root."""
+_INFINITE = ("time_step_limit",)
+"""Keys that may contain infinity. Mamba-2's files say so where nothing is limited."""
 _OF_ROPE = (
     "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "long_factor", "low_freq_factor",
     "mscale", "mscale_all_dim", "original_max_position_embeddings", "partial_rotary_factor", "rope_theta",
@@ -34,6 +37,8 @@ def check_values(json: Mapping[str, Any], config_class: Any) -> None:
     """Raise a ValueError that names the key of an invalid value."""
     defaults = {field.name: field.default for field in fields(config_class)}
     for name, value in _numbers(json):
+        if value == inf and name in _INFINITE:
+            continue
         if not abs(value) <= sys.float_info.max:  # NaN too, and whole numbers that no float can be
             raise ValueError(f"{named(name)} is {shown(value)}; it must be a finite number")
         if value <= 0 and _DIVISORS.fullmatch(name) and value != defaults.get(name):
