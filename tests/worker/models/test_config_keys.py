@@ -441,6 +441,21 @@ def test_what_is_not_obeyed_is_refused_by_name(name: str) -> None:
         read_config({"model_type": "llama"} | sizes | change)
 
 
+@pytest.mark.parametrize("family", ["gemma3_text", "gemma3n_text", "gemma4_text", "olmo3"])
+def test_a_key_that_transformers_ignores_for_one_kind_of_layers_is_refused(family: str) -> None:
+    """The network may be transformers' or native."""
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    scaled = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 16}
+    json = {"model_type": family, "pad_token_id": 0} | ({} if family == "gemma3n_text" else SIZES)
+
+    def ropes(truncate: bool) -> dict[str, Any]:
+        return {"rope_parameters": {"full_attention": scaled | {"truncate": truncate}, "sliding_attention": plain}}
+
+    read_config(json | ropes(True))
+    with pytest.raises(ValueError, match="truncate is False in the rotary parameters of one kind of layers, where tr"):
+        read_config(json | ropes(False))
+
+
 def test_all_that_transformers_takes_for_generation_is_known() -> None:
     from transformers import GenerationConfig
 

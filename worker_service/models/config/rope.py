@@ -153,6 +153,16 @@ def rope_of(
     return Rope(frequencies, scale * more, max_positions=length)
 
 
+def check_truncates(of_kind: Mapping[str, Any]) -> None:
+    """Raise ValueError if `truncate` of YaRN would have an effect on one kind of layers. transformers ignores it there.
+
+    of_kind: the parameters of the layers of this kind."""
+    if of_kind.get("truncate") is False:
+        raise ValueError(
+            "truncate is False in the rotary parameters of one kind of layers, where transformers ignores it"
+        )
+
+
 def read_theta(parameters: ReadKeys, json: ReadKeys, outer: str, default: float) -> float:
     """The base of the frequencies, from `parameters` or from the key `outer` at the top."""
     found = _agreed(parameters, "rope_theta", json, outer, lambda keys, name: keys.number(name, None, most=2**63))

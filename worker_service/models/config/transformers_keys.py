@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from worker_service.models.config.config_keys import HARMLESS, check_all_read, refuse
-from worker_service.models.config.rope import NOTES, ROPE_KEYS
+from worker_service.models.config.rope import NOTES, ROPE_KEYS, check_truncates
 from worker_service.models.config.transformers_json import PROPERTIES, parse
 from worker_service.read_keys import ReadKeys
 from worker_service.wording import shown
@@ -132,6 +132,8 @@ def check_known(json: Mapping[str, Any], network: Any, network_class: Any) -> No
     _check_computed(keys)
     check_all_read(keys, network.model_type)
     for parameters in rope_parameters_of(network):
+        if parameters is not network.rope_parameters:
+            check_truncates(parameters)
         _check_rope(ReadKeys(parameters), network.model_type, _matches(_READS_OF_ROPE, network_class))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from worker_service.models.config.config_limits import SIZES
-from worker_service.models.config.rope import Rope, read_rope, read_theta, rope_of
+from worker_service.models.config.rope import Rope, check_truncates, read_rope, read_theta, rope_of
 from worker_service.models.decoders.decoder_config import (
     DecoderConfig,
     Latent,
@@ -129,6 +129,7 @@ def rope_of_kind(
     if older.plain and newer.plain:
         raise ValueError("rope_parameters and rope_scaling are both there")
     parameters = newer if newer.plain else older
+    check_truncates(parameters.plain)
     theta = read_theta(parameters, json, theta_name, theta)
     return rope_of(parameters, json, head_dim, theta, is_scaled_length=is_scaled_length)
 

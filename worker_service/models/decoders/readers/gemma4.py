@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from worker_service.models.config.config_limits import MAX_EXPERTS, SIZES
-from worker_service.models.config.rope import Rope, rope_of
+from worker_service.models.config.rope import Rope, check_truncates, rope_of
 from worker_service.models.decoders.decoder_config import (
     DecoderConfig,
     LayerSizes,
@@ -159,6 +159,7 @@ def _ropes(json: ReadKeys, global_dim: int, local_dim: int) -> tuple[Rope, Rope]
 
 def _rope(json: ReadKeys, parameters: ReadKeys, head_dim: int) -> Rope:
     theta = parameters.number("rope_theta", most=2**63)
+    check_truncates(parameters.plain)
     if parameters.plain.get("rope_type") != "proportional":
         return rope_of(parameters, json, head_dim, theta)
     parameters.without_effect("rope_type")
