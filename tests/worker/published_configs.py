@@ -2,9 +2,10 @@
 
 Copies of the authors' files were at hand for DeepSeek, gpt-oss, Kimi K2, Llama 4 Scout, Qwen3 and later, Nemotron-H
 56B, Nemotron 3, Gemma 4, Olmo 3, Phi-4, LFM2.5 and Falcon-H1 0.5B. Copies of Kimi Linear, LFM2 8B, MiniMax M2.5 and
-MiMo V2 Flash may lack keys. The files of GLM, Granite, Nemotron-H 8B, Nemotron Nano v2, Falcon-H1 7B, Gemma 2 to 3n and
-SmolLM3 are put together from several sources. Those of Bamba, Jamba, Zamba2, MiniCPM3 and Qwen1.5-MoE are from
-transformers' defaults and older files; MiniCPM3's factors of positions are invented.
+MiMo V2 Flash may lack keys, and those of Codestral Mamba, Falcon 7B and Mamba 130M are in other programs. The files
+of GLM, Granite, Nemotron-H 8B, Nemotron Nano v2, Falcon-H1 7B, Gemma 2 to 3n and SmolLM3 are put together from
+several sources. Those of Bamba, Jamba, Zamba2, MiniCPM3 and Qwen1.5-MoE are from transformers' defaults and older
+files; MiniCPM3's factors of positions are invented.
 
 Left out are `quantization_config`, which is read elsewhere, the networks for images and sounds, and keys that nearly
 all files have (`USUAL`).
@@ -502,6 +503,31 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4, "pad_token_id": 128004, "pretraining_tp": 2, "rms_norm_eps": 1e-06,
         "rope_scaling": None, "rope_theta": 5000000.0, "sliding_window": None, "use_sliding_window": False,
         "vocab_size": 128256,
+    },
+    "Codestral Mamba 7B": {
+        "model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"], "chunk_size": 256, "conv_kernel": 4,
+        "expand": 2, "head_dim": 64, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 8192,
+        "layer_norm_epsilon": 1e-05, "n_groups": 8, "norm_before_gate": True, "num_heads": 128,
+        "num_hidden_layers": 64, "pad_token_id": 0, "rescale_prenorm_residual": False, "residual_in_fp32": True,
+        "rms_norm": True, "state_size": 128, "tie_word_embeddings": False, "time_step_floor": 0.0001,
+        "time_step_init_scheme": "random", "time_step_limit": [0.0, float("inf")], "time_step_max": 0.1,
+        "time_step_min": 0.001, "time_step_rank": 256, "time_step_scale": 1.0, "use_bias": False,
+        "use_conv_bias": True, "vocab_size": 32768,
+    },
+    "Falcon 7B": {
+        "model_type": "falcon", "architectures": ["FalconForCausalLM"], "alibi": False,
+        "apply_residual_connection_post_layernorm": False, "bias": False, "hidden_dropout": 0.0, "hidden_size": 4544,
+        "layer_norm_epsilon": 1e-05, "multi_query": True, "new_decoder_architecture": False,
+        "num_attention_heads": 71, "num_hidden_layers": 32, "parallel_attn": True, "vocab_size": 65024,
+    },
+    "Mamba 130M": {
+        "model_type": "mamba", "architectures": ["MambaForCausalLM"], "conv_kernel": 4, "d_inner": 1536,
+        "d_model": 768, "expand": 2, "fused_add_norm": True, "hidden_act": "silu", "hidden_size": 768,
+        "intermediate_size": 1536, "layer_norm_epsilon": 1e-05, "n_layer": 24, "num_hidden_layers": 24,
+        "pad_token_id": 0, "pad_vocab_size_multiple": 8, "rescale_prenorm_residual": False, "residual_in_fp32": True,
+        "rms_norm": True, "ssm_cfg": {}, "state_size": 16, "time_step_floor": 0.0001,
+        "time_step_init_scheme": "random", "time_step_max": 0.1, "time_step_min": 0.001, "time_step_rank": 48,
+        "time_step_scale": 1.0, "use_bias": False, "use_conv_bias": True, "vocab_size": 50280,
     },
 }  # fmt: skip
 

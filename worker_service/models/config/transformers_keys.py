@@ -47,19 +47,24 @@ _NEUTRAL: Mapping[str, Mapping[str, object]] = {
     },
     "codegen": {"scale_attn_weights": True},
     "ernie4_5": {"compression_ratio": 1},
+    "falcon": {"apply_residual_connection_post_layernorm": False},
     "falcon_h1": {"mamba_use_mlp": True},
     "falcon_mamba": {"fused_add_norm": True, "rms_norm": True},
     "gemma3n_text": {"altup_lr_multiplier": 1.0, "query_pre_attn_scalar": 256},  # of training; the scale is 1
     "gpt2": {"n_special": 0, "predict_special_tokens": True},
     "gptj": {"rotary": True, "scale_attn_weights": True},
     "granitemoehybrid": {"normalization_function": "rmsnorm"},
-    "jamba": {"calc_logits_for_entire_prompt": False, "mamba_inner_layernorms": True},
+    "jamba": {"calc_logits_for_entire_prompt": False, "mamba_inner_layernorms": True, "num_logits_to_keep": 1},
     "kimi_linear": {
         "mla_use_nope": True, "moe_layer_freq": 1, "moe_router_activation_func": "sigmoid",
         "num_nextn_predict_layers": 0, "use_grouped_topk": True,
     },
-    "mamba": {"fused_add_norm": True, "rms_norm": True},
-    "mamba2": {"fused_add_norm": True},
+    "mamba": {"fused_add_norm": True, "pad_vocab_size_multiple": 8, "rms_norm": True},
+    # Codestral's file says that gates follow the norm, but its gates, like all in transformers' code, come before it.
+    "mamba2": {
+        "fused_add_norm": True, "norm_before_gate": True, "rms_norm": True, "time_step_init_scheme": "random",
+        "time_step_scale": 1.0,
+    },
     "modernbert": {"position_embedding_type": "sans_pos"},
     # StarCoder2's first files say "gelu", but the network uses hidden_act.
     "starcoder2": {"activation_function": "gelu", "mlp_type": "default", "norm_type": "layer_norm", **_IN_FLOAT32},
@@ -101,8 +106,12 @@ def _of_mimo(network: Any) -> dict[str, object]:
 
 _COMPUTED: Mapping[str, Callable[[Any], Mapping[str, object]]] = {
     "kimi_linear": lambda network: {"head_dim": network.hidden_size // network.num_attention_heads},
+    "mamba": lambda network: {
+        "d_inner": network.intermediate_size, "d_model": network.hidden_size, "n_layer": network.num_hidden_layers,
+    },
+    "mamba2": lambda network: {"intermediate_size": int(network.expand * network.hidden_size)},
     "mimo_v2_flash": _of_mimo,
-}
+}  # fmt: skip
 """Unread keys in published files, by family, with the values that follow from transformers' configuration object."""
 _OF_LINEAR_ATTENTION = {"full_attn_layers": "full_attention", "kda_layers": "linear_attention",
                         "head_dim": None, "num_heads": None, "short_conv_kernel_size": None}  # fmt: skip
