@@ -2,8 +2,8 @@
 
 Copies of the authors' files were at hand for DeepSeek, gpt-oss, Kimi K2, Llama 4 Scout, Qwen3 and later, Nemotron-H
 56B, Nemotron 3, Gemma 4, Olmo 3, Phi-4, LFM2.5 and Falcon-H1 0.5B. Copies of Kimi Linear, LFM2 8B, MiniMax M2.5 and
-MiMo V2 Flash may lack keys, and those of Codestral Mamba, Falcon 7B and Mamba 130M are in other programs. The files
-of GLM, Granite, Nemotron-H 8B, Nemotron Nano v2, Falcon-H1 7B, Gemma 2 to 3n and SmolLM3 are put together from
+MiMo V2 Flash may lack keys, and those of Codestral Mamba, Falcon 7B, Mamba 130M and MPT 7B are in other programs. The
+files of GLM, Granite, Nemotron-H 8B, Nemotron Nano v2, Falcon-H1 7B, Gemma 2 to 3n and SmolLM3 are put together from
 several sources. Those of Bamba, Jamba, Zamba2, MiniCPM3 and Qwen1.5-MoE are from transformers' defaults and older
 files; MiniCPM3's factors of positions are invented.
 
@@ -528,6 +528,20 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rms_norm": True, "ssm_cfg": {}, "state_size": 16, "time_step_floor": 0.0001,
         "time_step_init_scheme": "random", "time_step_max": 0.1, "time_step_min": 0.001, "time_step_rank": 48,
         "time_step_scale": 1.0, "use_bias": False, "use_conv_bias": True, "vocab_size": 50280,
+    },
+    "MPT 7B": {
+        "model_type": "mpt", "architectures": ["MPTForCausalLM"], "attn_config": {
+            "alibi": True, "alibi_bias_max": 8, "attn_impl": "torch", "attn_pdrop": 0,
+            "attn_type": "multihead_attention", "attn_uses_sequence_id": False, "clip_qkv": None, "prefix_lm": False,
+            "qk_ln": False, "softmax_scale": None,
+        },
+        "d_model": 4096, "emb_pdrop": 0, "embedding_fraction": 1.0, "expansion_ratio": 4, "init_config": {
+            "emb_init_std": None, "emb_init_uniform_lim": None, "fan_mode": "fan_in", "init_div_is_residual": True,
+            "init_gain": 0, "init_nonlinearity": "relu", "init_std": 0.02, "name": "kaiming_normal_", "verbose": 0,
+        },
+        "init_device": "cpu", "learned_pos_emb": True, "logit_scale": None, "max_seq_len": 2048, "n_heads": 32,
+        "n_layers": 32, "no_bias": True, "norm_type": "low_precision_layernorm", "resid_pdrop": 0,
+        "tokenizer_name": "EleutherAI/gpt-neox-20b", "verbose": 0, "vocab_size": 50432,
     },
 }  # fmt: skip
 

@@ -239,7 +239,8 @@ def test_files_of_published_models_are_read(model: str) -> None:
     file = published(model)
     text = file.get("text_config", file)
     config = read_config(file)
-    assert (config.vocabulary_size, config.hidden_size) == (text["vocab_size"], text["hidden_size"])
+    size = text["d_model" if text["model_type"] == "mpt" else "hidden_size"]
+    assert (config.vocabulary_size, config.hidden_size) == (text["vocab_size"], size)
 
 
 SAVED = [model for model in PUBLISHED if text_part(published(model))["model_type"] in FAMILIES

@@ -14,8 +14,8 @@ BOOKKEEPING = frozenset({
     "_model_name_or_path", "_name_or_path", "_sliding_window_pattern", "export_model_type", "finetuning_task",
     "is_composition",
     "is_llama_config", "model_max_length", "model_name", "name_or_path", "revision", "tokenizer_class",
-    "tokenizer_model_max_length", "tokenizer_padding_side", "transformers.js_config", "transformers_version",
-    "unsloth_fixed", "unsloth_training", "unsloth_version",
+    "tokenizer_model_max_length", "tokenizer_name", "tokenizer_padding_side", "transformers.js_config",
+    "transformers_version", "unsloth_fixed", "unsloth_training", "unsloth_version", "verbose",
 })  # fmt: skip
 """Origin of the file, and the program that wrote it. Files with `_sliding_window_pattern` also have `layer_types`."""
 
@@ -35,7 +35,7 @@ CODE = frozenset({"auto_map", "custom_generate", "custom_pipelines", "trust_remo
 TRAINING = frozenset({
     "activation_dropout", "attention_dropout", "attention_probs_dropout_prob", "aux_loss_alpha", "classif_dropout",
     "embd_pdrop", "embedding_dropout", "gradient_checkpointing", "hidden_dropout", "hidden_dropout_prob",
-    "ignore_index", "initializer_factor", "initializer_range",
+    "ignore_index", "init_config", "initializer_factor", "initializer_range",
     "layerdrop", "output_router_logits", "replacing_rate", "resid_pdrop",
     "router_aux_loss_coef", "router_jitter_noise", "save_step", "seq_aux",
 })  # fmt: skip
