@@ -1,11 +1,12 @@
 """Models, and random hostile settings: everything is small, shared and reused."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from drawn_requests import IMAGE_TOKENS, MAX_OUTPUTS, Asked, Kind
 from tiny_adapters import write_three
@@ -25,64 +26,68 @@ def _llama(folder: Path) -> None:
     write_three(folder.with_name("adapters"))
 
 
-def _window(folder: Path) -> None:
+def _network(model_type: str, folder: Path, **values: object) -> None:
     import torch
-    from transformers import MistralConfig, MistralForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     write_byte_tokenizer(folder)
     torch.manual_seed(1)
-    sizes = {"vocab_size": 259, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    sizes = {"vocab_size": 259, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "head_dim": 16}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
-    config = MistralConfig(
-        **sizes, **heads, sliding_window=WINDOW, bos_token_id=1, eos_token_id=2, initializer_range=0.2
-    )
-    MistralForCausalLM(config).save_pretrained(folder)
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    config = AutoConfig.for_model(model_type, **sizes | heads | tokens | {"initializer_range": 0.2} | values)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
-def _windows(folder: Path) -> None:
-    """One layer without a window and two with one, in groups of their own."""
-    import torch
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    write_byte_tokenizer(folder)
-    torch.manual_seed(1)
-    sizes = {"vocab_size": 259, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
-    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-    config = Gemma3TextConfig(
-        **sizes, **heads, layer_types=kinds, sliding_window=WINDOW, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-        initializer_range=0.2,
-    )  # fmt: skip
-    Gemma3ForCausalLM(config).save_pretrained(folder)
-
-
-def _states(folder: Path) -> None:
-    """Two layers with attention, and two with states: convolutions and a gated delta rule."""
-    import torch
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
-    write_byte_tokenizer(folder)
-    torch.manual_seed(1)
-    sizes = {"vocab_size": 259, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
-    states = {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    }
-    experts = {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-    }
-    kinds = ["linear_attention", "full_attention"] * 2
-    config = Qwen3NextConfig(
-        **sizes, **heads, **states, **experts, layer_types=kinds, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-        initializer_range=0.2,
-    )  # fmt: skip
-    Qwen3NextForCausalLM(config).save_pretrained(folder)
+_WINDOWS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": WINDOW}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+NETWORKS: Mapping[str, tuple[str, dict[str, object]]] = {
+    "window": ("mistral", {"sliding_window": WINDOW}),
+    "windows": ("gemma3_text", _WINDOWS),
+    "sinks": ("gpt_oss", {**_WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "chunks": (
+        "llama4_text",
+        {
+            "attention_chunk_size": WINDOW,
+            "no_rope_layers": [1, 0, 1],
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 2,
+        },
+    ),
+    "heads of two sizes": ("gemma4_text", {**_WINDOWS, "global_head_dim": 32, "hidden_size_per_layer_input": 0}),
+    "latents": (
+        "deepseek_v3",
+        {
+            **_EXPERTS,
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 12,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 8,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 4,
+            "n_group": 2,
+            "topk_group": 1,
+        },
+    ),
+    "states": (
+        "qwen3_next",
+        {
+            **_EXPERTS,
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "num_experts": 4,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
+}
+"""Types of transformers, and values of their configurations."""
 
 
 def _images(family: str, folder: Path) -> None:
@@ -101,12 +106,19 @@ class Model:
     num_ranks: int = 1
     blocks_each: int = 1
     """Blocks of all groups of layers for a block's tokens, at most."""
+    has_groups: bool = False
+    """Whether the cache needs groups of layers."""
     has_states: bool = False
+
+
+def _model(name: str, **options: Any) -> Model:
+    model_type, values = NETWORKS[name]
+    return Model(name, partial(_network, model_type, **values), Kind(has_adapters=False), **options)
 
 
 MODELS = (
     Model("llama", _llama, Kind()),
-    Model("window", _window, Kind(has_adapters=False)),
+    _model("window"),
     Model("llama", _llama, Kind(has_forms=False, has_adapters=False), ("float32",), num_ranks=2),
     Model(
         "t5",
@@ -120,18 +132,20 @@ MODELS = (
         Kind(has_forms=False, has_encoder=True, has_vectors=False, has_adapters=False),
         ("float32",),
     ),
-    Model("windows", _windows, Kind(has_adapters=False), blocks_each=3),
-    Model("states", _states, Kind(has_adapters=False), has_states=True),
+    *(_model(name, blocks_each=3) for name in ("windows", "sinks", "chunks")),
+    _model("heads of two sizes", blocks_each=3, has_groups=True),
+    _model("latents"),
+    _model("states", has_groups=True, has_states=True),
     *(
         Model(
             f"images-of-{family}",
             partial(_images, family),
             Kind(has_forms=False, has_vectors=False, has_adapters=False, has_images=True),
         )
-        for family in ("qwen2_5_vl", "smolvlm")
+        for family in ("qwen2_5_vl", "smolvlm", "gemma3")
     ),
 )
-WEIGHTS = (6, 3, 1, 1, 1, 4, 4, 3, 3)
+WEIGHTS = (6, 2, 1, 1, 1, 3, 2, 2, 2, 2, 4, 2, 2, 2)
 """Weights of MODELS in draws."""
 
 
@@ -154,7 +168,7 @@ def flags_of(model: Model, dtype: str) -> tuple[str, ...]:
 def roomy(model: Model, dtype: str, adapters: Path) -> Settings:
     """Nothing is short, shared or drafted."""
     sizes = ("--num-gpu-blocks-override", "1024", "--block-size", "16", "--swap-space", "0")
-    if not model.has_states:  # alone, all layers keep the whole context
+    if not model.has_groups:  # alone, all layers keep the whole context
         sizes = (*sizes, "--disable-hybrid-kv-cache-manager")
     worker = (*flags_of(model, dtype), *sizes, *(("--max-loras", "4") if model.kind.has_adapters else ()))
     scheduler = ("--no-prefix-caching", *_adapters(model, adapters))
