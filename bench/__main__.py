@@ -40,6 +40,10 @@ BENCHES = {
         "bench.model.fidelity",
         "the error of log-probabilities against float32, compared with transformers in bfloat16 and vLLM",
     ),
+    "long_context": (
+        "bench.model.long_context",
+        "the perplexity of a long text, compared with transformers, and its KV cache with and without groups of layers",
+    ),
     "packed": (
         "bench.model.packed",
         "token rates of a GGUF file with its stored weights, in 4 bits and in bfloat16, compared with llama.cpp",

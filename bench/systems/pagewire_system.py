@@ -17,7 +17,7 @@ from pagewire_common.connection.channel import open_channel
 from scheduler_service.core.config import blocks_of_tokens
 from scheduler_service.engine.worker_link.limits import scheduler_config
 from scheduler_service.settings import SchedulerSettings
-from scheduler_service.wire.codec import decode_worker_info
+from scheduler_service.wire.codec import WorkerInfo, decode_worker_info
 
 
 async def grpc_stream(client: Client) -> Stream:
@@ -47,6 +47,7 @@ class Pagewire:
         cache_gib: float | None,
         *flags: str,
         context: int = CONTEXT,
+        dtype: str = "bfloat16",
         scheduler_flags: Sequence[str] = (),
     ) -> None:
         began = time.perf_counter()
@@ -54,8 +55,9 @@ class Pagewire:
         self._server = LocalServer(
             str(model),
             scheduler_arguments=scheduler_flags,
-            worker_arguments=["--dtype", "bfloat16", "--max-model-len", str(context), *cache, *flags],
+            worker_arguments=["--dtype", dtype, "--max-model-len", str(context), *cache, *flags],
         )
+        self._block_bytes: int | None = None
         self.start_seconds = time.perf_counter() - began
         self.target, self.http_url = self._server.target, self._server.http_url
 
@@ -73,10 +75,20 @@ class Pagewire:
 
     async def sequence_bytes(self, num_tokens: int) -> int:
         """Maximum of the KV cache that one sequence of `num_tokens` tokens takes, states included."""
-        async with open_channel((await self._worker()).address, None) as channel:
-            info = decode_worker_info(await WorkerServiceStub(channel).GetWorkerInfo(GetWorkerInfoRequest()))
+        info = await self._worker_info()
         config = scheduler_config(SchedulerSettings.model_validate({}), info)
         return info.block_bytes * blocks_of_tokens(config.groups, num_tokens, config.largest_chunk)
+
+    async def used_bytes(self) -> int:
+        """The KV cache that sequences use now."""
+        if self._block_bytes is None:
+            self._block_bytes = (await self._worker_info()).block_bytes
+        worker = await self._worker()
+        return self._block_bytes * (worker.num_device_blocks - worker.num_free_device_blocks)
+
+    async def _worker_info(self) -> WorkerInfo:
+        async with open_channel((await self._worker()).address, None) as channel:
+            return decode_worker_info(await WorkerServiceStub(channel).GetWorkerInfo(GetWorkerInfoRequest()))
 
     async def _worker(self) -> WorkerState:
         async with open_channel(self._server.admin_target, None) as channel:
