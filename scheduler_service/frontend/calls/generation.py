@@ -107,7 +107,6 @@ async def generate(
         later_bytes = SOUND_BYTES if has_sound else 0
         if known is None or known.sounds is not None:
             later_bytes += sample_bytes(request)
-        more_memory.set(call.hold)
         adapter_id = await call.admit_early(
             key, admitted_bytes, later_bytes=later_bytes, resumes=resumes, adapter_name=request.lora_name
         )
@@ -115,6 +114,7 @@ async def generate(
         has_form = output.make_form is not None or request.sampling.WhichOneof("constraint") is not None
         if has_sound or has_form or request.HasField("parts") or has_images(request):  # these take long to check
             await call.admitted()
+        holds = more_memory.set(call.hold)
         try:
             checked = replace(await check_request(request, request_id, model, output), adapter_id=adapter_id)
             if resumes:
@@ -122,6 +122,8 @@ async def generate(
         except RequestError:
             await call.admitted()  # if the engine refuses the call, the client learns this reason
             raise
+        finally:
+            more_memory.reset(holds)  # the call would refer to itself, and stay until the garbage collector finds it
         more_bytes = prompt_logprob_bytes(checked.sampling.prompt_logprobs, len(checked.prompt_token_ids))
         more_bytes += NUMBER_BYTES * model.defaults.num_listed
         state = await call.submit(checked, model, more_bytes, _described(trace, checked, model))
