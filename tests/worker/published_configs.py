@@ -2,10 +2,11 @@
 
 Copies of the authors' files were at hand for DeepSeek, gpt-oss, Kimi K2, Llama 4 Scout, Qwen3 and later, Nemotron-H
 56B, Nemotron 3, Gemma 4, Olmo 3, Phi-4, LFM2.5 and Falcon-H1 0.5B. Copies of Kimi Linear, LFM2 8B, MiniMax M2.5 and
-MiMo V2 Flash may lack keys, and those of Codestral Mamba, Falcon 7B, Mamba 130M and MPT 7B are in other programs. The
-files of GLM, Granite, Nemotron-H 8B, Nemotron Nano v2, Falcon-H1 7B, Gemma 2 to 3n and SmolLM3 are put together from
-several sources. Those of Bamba, Jamba, Zamba2, MiniCPM3 and Qwen1.5-MoE are from transformers' defaults and older
-files; MiniCPM3's factors of positions are invented.
+MiMo V2 Flash may lack keys, and those of Codestral Mamba, Falcon 7B, h2oGPT, Hunyuan MT2, Mamba 130M, MPT 7B,
+Persimmon, Polyglot-Ko and Trinity are in other programs or reports. The files of ERNIE 4.5 21B, GLM, Granite,
+Nemotron-H 8B, Nemotron Nano v2, Falcon-H1 7B, Gemma 2 to 3n and SmolLM3 are put together from several sources. Those of
+Bamba, Jamba, Zamba2, MiniCPM3 and Qwen1.5-MoE are from transformers' defaults and older files; MiniCPM3's factors of
+positions are invented. Those of CTRL, dots.llm1, Falcon 2, Galactica, GPT, GPT-SW3 and Nemotron Mini are from memory.
 
 Left out are `quantization_config`, which is read elsewhere, the networks for images and sounds, and keys that nearly
 all files have (`USUAL`).
@@ -542,6 +543,112 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "init_device": "cpu", "learned_pos_emb": True, "logit_scale": None, "max_seq_len": 2048, "n_heads": 32,
         "n_layers": 32, "no_bias": True, "norm_type": "low_precision_layernorm", "resid_pdrop": 0,
         "tokenizer_name": "EleutherAI/gpt-neox-20b", "verbose": 0, "vocab_size": 50432,
+    },
+    "Falcon 2 11B": {
+        "model_type": "falcon", "architectures": ["FalconForCausalLM"], "activation": "gelu", "alibi": False,
+        "bias": False, "ff_factor": 4, "ffn_hidden_size": 16384, "hidden_dropout": 0.0, "hidden_size": 4096,
+        "layer_norm_epsilon": 1e-05, "max_position_embeddings": 8192, "multi_query": True,
+        "new_decoder_architecture": True, "num_attention_heads": 32, "num_hidden_layers": 60, "num_kv_heads": 8,
+        "num_ln_in_parallel_attn": 1, "parallel_attn": True, "rope_scaling": None, "rope_theta": 500042.0,
+        "vocab_size": 65024,
+    },
+    "Galactica 1.3B": {
+        "model_type": "opt", "architectures": ["OPTForCausalLM"], "_remove_final_layer_norm": False,
+        "activation_function": "gelu", "do_layer_norm_before": True, "dropout": 0.1, "enable_bias": False,
+        "ffn_dim": 8192, "hidden_size": 2048, "init_std": 0.02, "layer_norm_elementwise_affine": False,
+        "layerdrop": 0.0, "learned_embeddings": True, "max_position_embeddings": 2048, "num_attention_heads": 32,
+        "num_hidden_layers": 24, "pad_token_id": 1, "scale_embeddings": False, "vocab_size": 50000,
+        "word_embed_proj_dim": 2048,
+    },
+    "GPT": {
+        "model_type": "openai-gpt", "architectures": ["OpenAIGPTLMHeadModel"], "afn": "gelu", "attn_pdrop": 0.1,
+        "embd_pdrop": 0.1, "layer_norm_epsilon": 1e-05, "n_ctx": 512, "n_embd": 768, "n_head": 12, "n_layer": 12,
+        "n_positions": 512, "n_special": 0, "predict_special_tokens": True, "resid_pdrop": 0.1,
+        "summary_first_dropout": 0.1, "summary_type": "cls_index", "vocab_size": 40478,
+    },
+    "CTRL": {
+        "model_type": "ctrl", "attn_pdrop": 0.1, "dff": 8192, "embd_pdrop": 0.1, "finetuning_task": None,
+        "from_tf": False, "layer_norm_epsilon": 1e-06, "n_ctx": 512, "n_embd": 1280, "n_head": 16, "n_layer": 48,
+        "n_positions": 50000, "num_labels": 1, "pruned_heads": {}, "resid_pdrop": 0.1, "summary_first_dropout": 0.1,
+        "summary_type": "cls_index", "torchscript": False, "use_bfloat16": False, "vocab_size": 246534,
+    },
+    "GPT-SW3 1.3B": {
+        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "activation_function": "gelu",
+        "apply_query_key_layer_scaling": True, "attn_pdrop": 0.1, "embd_pdrop": 0.1, "layer_norm_epsilon": 1e-05,
+        "n_embd": 2048, "n_head": 32, "n_inner": 8192, "n_layer": 24, "n_positions": 2048,
+        "normalize_attention_scores": True, "pad_token_id": 0, "reorder_and_upcast_attn": False, "resid_pdrop": 0.1,
+        "scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True, "vocab_size": 64000,
+    },
+    "Polyglot-Ko 5.8B": {
+        "model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"], "hidden_act": "gelu", "hidden_size": 4096,
+        "intermediate_size": 16384, "layer_norm_eps": 1e-05, "max_position_embeddings": 2048,
+        "num_attention_heads": 16, "num_hidden_layers": 28, "num_steps": "global_step320000", "rotary_emb_base": 10000,
+        "rotary_pct": 0.25, "vocab_size": 30080,
+    },
+    "h2oGPT 6.9B": {
+        "model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"],
+        "custom_pipeline": {"text-generation": {"impl": "h2oai_pipeline.H2OTextGenerationPipeline",
+                                                "pt": "AutoModelForCausalLM"}},
+        "hidden_act": "gelu", "hidden_size": 4096, "intermediate_size": 16384, "layer_norm_eps": 1e-05,
+        "max_position_embeddings": 2048, "num_attention_heads": 32, "num_hidden_layers": 32, "rotary_emb_base": 10000,
+        "rotary_pct": 0.25, "tie_word_embeddings": False, "use_parallel_residual": True, "vocab_size": 50432,
+    },
+    "Persimmon 8B": {
+        "model_type": "persimmon", "architectures": ["PersimmonForCausalLM"], "hidden_act": "relu2",
+        "hidden_dropout": 0.0, "hidden_size": 4096, "intermediate_size": 16384, "layer_norm_eps": 1e-05,
+        "max_position_embeddings": 16384, "num_attention_heads": 64, "num_hidden_layers": 36,
+        "num_key_value_heads": 64, "qk_layernorm": True, "rope_scaling": None, "rope_theta": 25000.0,
+        "tie_word_embeddings": False, "vocab_size": 262144,
+    },
+    "Nemotron Mini 4B": {
+        "model_type": "nemotron", "architectures": ["NemotronForCausalLM"], "attention_bias": False, "head_dim": 128,
+        "hidden_act": "relu2", "hidden_dropout": 0.0, "hidden_size": 3072, "intermediate_size": 9216,
+        "kv_channels": 128, "max_position_embeddings": 4096, "mlp_bias": False, "norm_eps": 1e-05,
+        "num_attention_heads": 24, "num_hidden_layers": 32, "num_key_value_heads": 8, "partial_rotary_factor": 0.5,
+        "rope_percent": 0.5, "rope_theta": 10000.0, "tie_word_embeddings": False, "vocab_size": 256000,
+    },
+    "Hunyuan MT2 7B": {
+        "model_type": "hunyuan_v1_dense", "architectures": ["HunYuanDenseV1ForCausalLM"],
+        "add_classification_head": False, "attention_bias": False, "attention_head_dim": 128, "cla_share_factor": 2,
+        "class_num": 0, "dense_list": [4096, 0], "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+        "im_end_id": 5, "im_newline_id": 11, "im_start_id": 4, "intermediate_size": 14336, "mask_init_id": 12,
+        "max_position_embeddings": 262144, "mlp_bias": False, "norm_type": "rms", "num_attention_heads": 32,
+        "num_hidden_layers": 32, "num_key_value_heads": 8, "org_vocab_size": 128167, "pad_id": 127961,
+        "pad_token_id": 127961, "pool_type": "last", "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+        "rope_scaling": {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0,
+                         "mscale_all_dim": 1.0, "type": "dynamic"},
+        "rope_theta": 10000.0, "sep_token_id": 127962, "text_end_id": 7, "text_start_id": 6,
+        "tie_word_embeddings": True, "use_cla": False, "use_qk_norm": True, "use_rotary_pos_emb": True,
+        "vocab_size": 128167,
+    },
+    "ERNIE 4.5 21B": {
+        "model_type": "ernie4_5_moe", "architectures": ["Ernie4_5_MoeForCausalLM"],
+        "auto_map": {"AutoConfig": "configuration_ernie4_5_moe.Ernie4_5_MoeConfig"}, "hidden_act": "silu",
+        "hidden_size": 2560, "intermediate_size": 12288, "max_position_embeddings": 131072,
+        "moe_capacity": [64, 64, 64], "moe_gate": "topk", "moe_intermediate_size": 1536, "moe_k": 6,
+        "moe_layer_interval": 1, "moe_layer_start_index": 1, "moe_num_experts": 64, "moe_num_shared_experts": 2,
+        "moe_use_aux_free": True, "num_attention_heads": 20, "num_hidden_layers": 28, "num_key_value_heads": 4,
+        "num_nextn_predict_layers": 1, "pad_token_id": 0, "rms_norm_eps": 1e-05, "rope_theta": 500000,
+        "tie_word_embeddings": True, "use_bias": False, "vocab_size": 103424,
+    },
+    "dots.llm1": {
+        "model_type": "dots1", "architectures": ["Dots1ForCausalLM"], "attention_bias": False,
+        "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 10944,
+        "max_position_embeddings": 32768, "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_routed_experts": 128,
+        "n_shared_experts": 2, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts_per_tok": 6,
+        "num_hidden_layers": 62, "num_key_value_heads": 32, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+        "rope_scaling": None, "rope_theta": 10000000, "routed_scaling_factor": 2.5, "scoring_func": "noaux_tc",
+        "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 152064,
+    },
+    "Trinity Nano": {
+        "model_type": "afmoe", "architectures": ["AfmoeForCausalLM"], "global_attn_every_n_layers": 4, "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 1024, "intermediate_size": 3072, "layer_types": repeated("SSSF", 56),
+        "load_balance_coeff": 0.001, "max_position_embeddings": 131072, "moe_intermediate_size": 256,
+        "mup_enabled": True, "n_group": 1, "num_attention_heads": 8, "num_dense_layers": 2, "num_expert_groups": 1,
+        "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 56, "num_key_value_heads": 2,
+        "num_limited_groups": 1, "num_shared_experts": 1, "rms_norm_eps": 1e-05, "rope_scaling": None,
+        "rope_theta": 10000, "route_norm": True, "route_scale": 2.826, "score_func": "sigmoid", "sliding_window": 2048,
+        "tie_word_embeddings": False, "topk_group": 1, "use_grouped_mm": True, "vocab_size": 200192,
     },
 }  # fmt: skip
 

@@ -239,7 +239,7 @@ def test_files_of_published_models_are_read(model: str) -> None:
     file = published(model)
     text = file.get("text_config", file)
     config = read_config(file)
-    size = text["d_model" if text["model_type"] == "mpt" else "hidden_size"]
+    size = next(text[name] for name in ("hidden_size", "d_model", "n_embd") if name in text)
     assert (config.vocabulary_size, config.hidden_size) == (text["vocab_size"], size)
 
 

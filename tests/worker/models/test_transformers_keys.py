@@ -45,6 +45,18 @@ REPEATED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a part of heads of Cohere": ({"model_type": "cohere2"}, {"rotary_pct": 0.5}),
     "compressed positions": ({"model_type": "ernie4_5"}, {"compression_ratio": 2.0}),
     "special tokens": ({"model_type": "gpt2"}, {"n_special": 3}),
+    "a size of Falcon": ({"model_type": "falcon", "num_hidden_layers": 2}, {"ff_factor": 2}),
+    "a part of heads of Nemotron": ({"model_type": "nemotron", "partial_rotary_factor": 0.5}, {"rope_percent": 0.25}),
+    "a head's size": ({"model_type": "nemotron", "head_dim": 16}, {"kv_channels": 8}),
+    "groups of heads": ({"model_type": "persimmon", "num_key_value_heads": 4}, {"num_key_value_heads": 2}),
+    "experts that overflow": (
+        {"model_type": "ernie4_5_moe", "moe_num_experts": 4, "moe_k": 2}, {"moe_capacity": [4, 4, 2]}
+    ),
+    "keys of other layers": (
+        {"model_type": "hunyuan_v1_dense", "head_dim": 16, "cla_share_factor": 2}, {"use_cla": True}
+    ),
+    "heads without norms": ({"model_type": "hunyuan_v1_dense", "head_dim": 16}, {"use_qk_norm": False}),
+    "weights of experts": ({"model_type": "afmoe"}, {"route_norm": False}),
     "another norm": ({"model_type": "starcoder2"}, {"norm_type": "rms_norm"}),
     "a window": ({"model_type": "starcoder2", "sliding_window": 8}, {"use_sliding_window": False}),
     "two scalings": (
@@ -58,7 +70,17 @@ REPEATED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_a_key_that_repeats_another_must_agree_with_it(name: str) -> None:
     """transformers reads one of the two and keeps the other."""
     plain, more = REPEATED[name]
-    sizes = {"vocab_size": 99} if plain["model_type"] in ("gpt2", "gpt_neox") else SMALL
+    sizes = {"vocab_size": 99} if plain["model_type"] in ("falcon", "gpt2", "gpt_neox") else SMALL
     read_config(sizes | plain)
     with pytest.raises(ValueError, match="|".join(more)):
         read_config(sizes | plain | more)
+
+
+@pytest.mark.parametrize("more", [{"factor": 2.0}, {"mscale": 0.7}, {"rope_type": "linear"}, {"beta_fast": 16}])
+def test_hunyuans_alpha_is_the_only_factor_of_its_positions(more: dict[str, Any]) -> None:
+    """transformers' code ignores the others if there is one, and the alpha of another type."""
+    rope = {"rope_type": "dynamic", "factor": 1.0, "alpha": 1000.0, "beta_fast": 32, "mscale": 1.0}
+    plain = SMALL | {"model_type": "hunyuan_v1_dense", "head_dim": 16}
+    read_config(plain | {"rope_scaling": rope})
+    with pytest.raises(ValueError, match="|".join(more)):
+        read_config(plain | {"rope_scaling": rope | more})

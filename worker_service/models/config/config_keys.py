@@ -22,20 +22,20 @@ BOOKKEEPING = frozenset({
 EXECUTION = frozenset({
     "attn_implementation", "cache_implementation", "chunk_size_feed_forward", "dtype", "ep_size",
     "experts_implementation",
-    "fusion_config", "inference_runner", "kernel_config", "pad_key_length", "pre_allocate_kv_cache", "pretraining_tp",
-    "reference_compile", "repad_logits_with_grad", "return_dict", "tf_legacy_loss", "torch_dtype", "torchscript",
-    "transformers_weights", "use_bfloat16", "use_cache", "use_parallel_embedding",
+    "from_tf", "fusion_config", "inference_runner", "kernel_config", "pad_key_length", "pre_allocate_kv_cache",
+    "pretraining_tp", "reference_compile", "repad_logits_with_grad", "return_dict", "tf_legacy_loss", "torch_dtype",
+    "torchscript", "transformers_weights", "use_bfloat16", "use_cache", "use_parallel_embedding",
     "use_reentrant_checkpoints", "validate_runner_input",
 })  # fmt: skip
 """Settings of other programs that compute or store the network. `--dtype auto` reads `dtype` elsewhere."""
 
-CODE = frozenset({"auto_map", "custom_generate", "custom_pipelines", "trust_remote_code"})
+CODE = frozenset({"auto_map", "custom_generate", "custom_pipeline", "custom_pipelines", "trust_remote_code"})
 """Code in the model's folder, which is never run; `model_type` determines the network."""
 
 TRAINING = frozenset({
-    "activation_dropout", "attention_dropout", "attention_probs_dropout_prob", "aux_loss_alpha", "classif_dropout",
-    "embd_pdrop", "embedding_dropout", "gradient_checkpointing", "hidden_dropout", "hidden_dropout_prob",
-    "ignore_index", "init_config", "initializer_factor", "initializer_range",
+    "activation_dropout", "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "aux_loss_alpha",
+    "classif_dropout", "embd_pdrop", "embedding_dropout", "gradient_checkpointing", "hidden_dropout",
+    "hidden_dropout_prob", "ignore_index", "init_config", "initializer_factor", "initializer_range",
     "layerdrop", "output_router_logits", "replacing_rate", "resid_pdrop",
     "router_aux_loss_coef", "router_jitter_noise", "save_step", "seq_aux",
 })  # fmt: skip

@@ -26,7 +26,8 @@ _REPEATED = {
 }  # fmt: skip
 """Older names of keys. Old and new key must have equal values."""
 _REPEATED_OF_ROPE = {
-    "partial_rotary_factor": "partial_rotary_factor", "rope_pct": "partial_rotary_factor", "rope_theta": "rope_theta",
+    "partial_rotary_factor": "partial_rotary_factor", "rope_pct": "partial_rotary_factor",
+    "rope_percent": "partial_rotary_factor", "rope_theta": "rope_theta",
     "rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor",
 }  # fmt: skip
 """Top-level keys with the same meaning as in `rope_parameters`; transformers may use either, so both must be equal."""
@@ -34,7 +35,18 @@ _FULL_LAYERS = {"_sliding_window_pattern": 1, "global_attn_every_n_layers": 0, "
                 "sliding_window_pattern": 1}  # fmt: skip
 """Keys by which every n-th layer has full attention, with the number to add before layer numbers are divided by n."""
 _IN_FLOAT32 = {"attention_softmax_in_fp32": True, "scale_attention_softmax_in_fp32": True, "scale_attn_weights": True}
+_HUNYUAN = {
+    "add_classification_head": False,
+    "norm_type": "rms",
+    "use_cla": False,
+    "use_qk_norm": True,
+    "use_rotary_pos_emb": True,
+}
 _NEUTRAL: Mapping[str, Mapping[str, object]] = {
+    "afmoe": {
+        "n_group": 1, "num_expert_groups": 1, "num_limited_groups": 1, "route_norm": True, "score_func": "sigmoid",
+        "topk_group": 1,
+    },
     "apertus": {"post_norm": False, "qk_norm": True},
     "bamba": {"attn_rotary_emb": 64},
     "bloom": {
@@ -46,14 +58,22 @@ _NEUTRAL: Mapping[str, Mapping[str, object]] = {
         "use_gated_activation": True, "use_parallel_block": True,
     },
     "codegen": {"scale_attn_weights": True},
+    "ctrl": {"n_ctx": 512},
+    "dots1": {"moe_layer_freq": 1, "scoring_func": "noaux_tc", "topk_method": "noaux_tc"},
     "ernie4_5": {"compression_ratio": 1},
+    "ernie4_5_moe": {"moe_gate": "topk", "moe_use_aux_free": True},
     "falcon": {"apply_residual_connection_post_layernorm": False},
     "falcon_h1": {"mamba_use_mlp": True},
     "falcon_mamba": {"fused_add_norm": True, "rms_norm": True},
     "gemma3n_text": {"altup_lr_multiplier": 1.0, "query_pre_attn_scalar": 256},  # of training; the scale is 1
-    "gpt2": {"n_special": 0, "predict_special_tokens": True},
+    # GPT-SW3's attention divides and multiplies by a layer's number, so that its scores are GPT-2's.
+    "gpt2": {
+        "apply_query_key_layer_scaling": True, "n_special": 0, "normalize_attention_scores": True,
+        "predict_special_tokens": True,
+    },
     "gptj": {"rotary": True, "scale_attn_weights": True},
     "granitemoehybrid": {"normalization_function": "rmsnorm"},
+    "hunyuan_v1_dense": _HUNYUAN,
     "jamba": {"calc_logits_for_entire_prompt": False, "mamba_inner_layernorms": True, "num_logits_to_keep": 1},
     "kimi_linear": {
         "mla_use_nope": True, "moe_layer_freq": 1, "moe_router_activation_func": "sigmoid",
@@ -66,11 +86,26 @@ _NEUTRAL: Mapping[str, Mapping[str, object]] = {
         "time_step_scale": 1.0,
     },
     "modernbert": {"position_embedding_type": "sans_pos"},
+    "openai-gpt": {"n_special": 0, "predict_special_tokens": True},
+    "opt": {"learned_embeddings": True, "scale_embeddings": False},
     # StarCoder2's first files say "gelu", but the network uses hidden_act.
     "starcoder2": {"activation_function": "gelu", "mlp_type": "default", "norm_type": "layer_norm", **_IN_FLOAT32},
     "stablelm": {"rotary_scaling_factor": 1},
 }  # fmt: skip
 """Unread keys in published files, by family, with the only value accepted, which transformers' code always uses."""
+
+_UNUSED: Mapping[str, tuple[str, ...]] = {
+    "afmoe": ("load_balance_coeff", "use_grouped_mm"),
+    "ernie4_5_moe": ("num_nextn_predict_layers",),  # these layers are not loaded
+    "gpt_neox": ("num_steps",),
+    # Of a classifier and of layers that share keys, which a neutral key rules out, and of images.
+    "hunyuan_v1_dense": (
+        "cla_share_factor", "class_num", "dense_list", "im_end_id", "im_newline_id", "im_start_id", "mask_init_id",
+        "org_vocab_size", "pad_id", "pool_type", "text_end_id", "text_start_id",
+    ),
+}  # fmt: skip
+"""Unread keys in published files, by family, that have no effect with any value: notes on the training, settings of
+other programs, and parameters of what the network does not have."""
 
 _ONLY: Mapping[str, Mapping[str, object]] = {
     "mpt": {
@@ -105,12 +140,18 @@ def _of_mimo(network: Any) -> dict[str, object]:
 
 
 _COMPUTED: Mapping[str, Callable[[Any], Mapping[str, object]]] = {
+    # With this capacity, no expert is ever full.
+    "ernie4_5_moe": lambda network: {"moe_capacity": [network.moe_num_experts] * 3},
+    "falcon": lambda network: {"ff_factor": network.ffn_hidden_size / network.hidden_size},
+    "hunyuan_v1_dense": lambda network: {"attention_head_dim": network.head_dim},
     "kimi_linear": lambda network: {"head_dim": network.hidden_size // network.num_attention_heads},
     "mamba": lambda network: {
         "d_inner": network.intermediate_size, "d_model": network.hidden_size, "n_layer": network.num_hidden_layers,
     },
     "mamba2": lambda network: {"intermediate_size": int(network.expand * network.hidden_size)},
     "mimo_v2_flash": _of_mimo,
+    "nemotron": lambda network: {"kv_channels": network.head_dim},
+    "persimmon": lambda network: {"num_key_value_heads": network.num_attention_heads},
 }  # fmt: skip
 """Unread keys in published files, by family, with the values that follow from transformers' configuration object."""
 _OF_LINEAR_ATTENTION = {"full_attn_layers": "full_attention", "kda_layers": "linear_attention",
@@ -124,6 +165,7 @@ def check_known(json: Mapping[str, Any], network: Any, network_class: Any) -> No
     keys, read = ReadKeys(json), _matches(_READS, network_class)
     keys.without_effect("architectures", "model_type", *(name for name in json if _is_known(name, network, read)))
     keys.neutral(**_NEUTRAL.get(network.model_type, {}))
+    keys.without_effect(*_UNUSED.get(network.model_type, ()))
     if (computed := _COMPUTED.get(network.model_type)) is not None:
         keys.neutral(**computed(network))
     keys.neutral(**{name: getattr(network, other) for name, other in _REPEATED.items() if hasattr(network, other)})
@@ -227,4 +269,15 @@ def _check_rope(parameters: ReadKeys, family: str, read: frozenset[str]) -> None
     parameters.without_effect(*read)
     parameters.without_effect("type", "rope_theta", "partial_rotary_factor", *NOTES, *ROPE_KEYS.get(str(kind), ()))
     parameters.without_effect("rope_type", "original_max_position_embeddings")  # types without these keys ignore them
+    if family.startswith("hunyuan_v1_") and parameters.plain.get("alpha"):
+        _check_alpha(parameters, kind, family)
     check_all_read(parameters, f"{family} with positions of type {kind}")
+
+
+def _check_alpha(parameters: ReadKeys, kind: object, family: str) -> None:
+    """Raise ValueError unless `alpha`, which Hunyuan's code applies to positions of one type, is the only factor."""
+    without = {"factor": 1, "beta_fast": 32, "beta_slow": 1, "mscale": 1, "mscale_all_dim": 1}
+    said = {name: parameters.plain[name] for name in without if name in parameters}
+    others = {name: value for name, value in said.items() if value != without[name]}
+    refuse(others | ({} if kind == "dynamic" else {"rope_type": kind}), f"{family} with alpha in its positions")
+    parameters.without_effect(*said)

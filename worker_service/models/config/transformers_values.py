@@ -30,7 +30,8 @@ _OF_ROPE = (
     "short_factor",
 )  # fmt: skip
 """Numbers, or lists of numbers, whose types transformers does not check."""
-_OF_ROPE_AT_TOP = ("partial_rotary_factor", "rope_pct", "rope_theta", "rotary_emb_base", "rotary_pct")
+_OF_ROPE_AT_TOP = ("partial_rotary_factor", "rope_pct", "rope_percent", "rope_theta", "rotary_emb_base",
+                   "rotary_pct")  # fmt: skip
 
 
 def check_values(json: Mapping[str, Any], config_class: Any) -> None:
