@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from stepped_worker import PROMPT, Oracle, SteppedWorker, load_runner
 from tiny_networks import randomize, tiny_config
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from pagewire_common.start_error import StartError
 from worker_service.execution.worker import load_worker
@@ -45,6 +45,10 @@ def starcoder(make_checkpoint: Callable[..., Path]) -> Path:
             {"model_type": "exaone4", "per_layer_config": {"1": {"sliding_window": 9}}},
             "exaone4 is not supported: 'sliding_window' is a per-layer attribute and may vary across layers",
         ),
+        (
+            {"model_type": "deepseek_v4"},
+            "deepseek_v4 is not supported: it has layers of type heavily_compressed_attention",
+        ),
         ({"model_type": "deepseek_v32"}, "deepseek_v32 is not supported: it has layers of type indexed_attention"),
         ({"model_type": "glm_moe_dsa"}, "glm_moe_dsa is not supported: it has layers of type indexed_attention"),
         ({"model_type": "bert-generation"}, "its tokens attend to later tokens"),
@@ -72,6 +76,26 @@ def test_a_file_of_all_parts_of_a_multimodal_network_computes_text(tmp_path: Pat
     config.text_config.for_llm_compressor = False  # a key of published files
     torch.manual_seed(0)
     network = AutoModelForImageTextToText.from_config(config).eval()
+    randomize(network)
+    network.save_pretrained(tmp_path)
+    with torch.inference_mode():
+        expected = network(input_ids=torch.tensor([PROMPT]), use_cache=False).logits[0].log_softmax(-1)
+    found = SteppedWorker(load_runner(tmp_path)).prompt_logprobs([5, 1, 17, 13])
+    torch.testing.assert_close(found, expected[:-1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [("bamba", {"attn_layer_indices": [0, 1, 2, 3]}), ("jamba", {"attn_layer_period": 1, "attn_layer_offset": 0})],
+)
+def test_code_of_layers_with_states_runs_with_attention_alone(
+    family: str, layers: dict[str, Any], tmp_path: Path
+) -> None:
+    config = tiny_config(family)
+    for name, value in layers.items():
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    network = AutoModelForCausalLM.from_config(config).eval()
     randomize(network)
     network.save_pretrained(tmp_path)
     with torch.inference_mode():

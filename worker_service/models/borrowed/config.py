@@ -9,7 +9,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextT
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from worker_service.models.borrowed.states import has_states
-from worker_service.models.borrowed.survey import Survey, survey
+from worker_service.models.borrowed.survey import ATTENTION, Survey, survey
 from worker_service.models.causal_model import widest
 from worker_service.models.config.config_keys import check_generates
 from worker_service.models.config.rope import scaled_length
@@ -137,12 +137,13 @@ def _why_not(network: Any, network_class: Any) -> str | None:
         return "it drafts for another network, whose keys and values it reads"
     if network.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(network, "is_decoder", None) is False:
         return "it is made to fill gaps in text (is_decoder is false)"
-    if network_class._is_stateful and not has_states(network_class):
+    text, stateful = network.get_text_config(decoder=True), has_states(network_class)
+    kinds = set(getattr(text, "layer_types", None) or ()) - ATTENTION
+    if kinds - _WITH_STATES:
+        return f"it has layers of type {min(kinds - _WITH_STATES)}"
+    if network_class._is_stateful and not stateful:
         return "it keeps states of a kind that is not supported"
-    text, known = network.get_text_config(decoder=True), {"chunked_attention", "full_attention", "sliding_attention"}
-    if has_states(network_class):
-        known |= _WITH_STATES
-    if kinds := set(getattr(text, "layer_types", None) or ()) - known:
+    if kinds and not stateful:
         return f"it has layers of type {min(kinds)}"
     for name in ("num_hidden_layers", "vocab_size"):
         if not isinstance(getattr(text, name, None), int):

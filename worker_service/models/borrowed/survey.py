@@ -3,7 +3,7 @@ network runs once over two tokens, if possible on the meta device. Sizes are tak
 families name heads and layers differently in config.json."""
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,8 @@ from worker_service.models.config.config_limits import check_padding
 from worker_service.models.layer_needs import LayerKeys, LayerStates, State
 
 NUM_TOKENS = 2
+ATTENTION = frozenset({"chunked_attention", "full_attention", "sliding_attention"})
+"""Types of layers that keep keys and values, and no states."""
 
 
 @dataclass(frozen=True)
@@ -169,14 +171,14 @@ def survey(network_class: Any, config: Any) -> Survey:
             raise ValueError("its code runs with no attention but transformers' own") from error
         raise ValueError(f"its code does not run with our attention: {str(error) or type(error).__name__}") from error
     keys, states = observer.keys, [LayerStates(tuple(states)) for states in observer.layers.values() if states]
-    if network_class._is_stateful and not states:
+    text = config.get_text_config(decoder=True)
+    if network_class._is_stateful and not states and not {*_kinds(text)} <= ATTENTION:
         raise ValueError("it keeps states of a kind that is not supported")
     has_slopes = bool(keys) and all(softmax.slopes is not None for softmax in observer.options)
     if keys and not (body.takes_positions or has_slopes):
         raise ValueError("its code takes no positions")
     if not keys and not states:
         raise ValueError("it has no layer with attention")
-    text = config.get_text_config(decoder=True)
     num_layers = getattr(text, "decoder_layers", text.num_hidden_layers) - _num_without_mixer(text)
     if (found := len(observer.readers) + len(states)) < num_layers:
         raise ValueError(f"only {found} of its {num_layers} layers have attention or states that can be replaced")
@@ -245,10 +247,14 @@ def _refuse_convolutions(body: nn.Module) -> None:
             module.register_forward_pre_hook(refuse)
 
 
+def _kinds(text: Any) -> Sequence[str]:
+    """Each layer's type, or one unknown type."""
+    return getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ("unknown",)
+
+
 def _num_without_mixer(text: Any) -> int:
     """Layers that only have a feed-forward network."""
-    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
-    return sum(kind in ("mlp", "moe") for kind in kinds)
+    return sum(kind in ("mlp", "moe") for kind in _kinds(text))
 
 
 def _without_data(config: Any) -> Any:
