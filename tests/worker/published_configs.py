@@ -2,11 +2,12 @@
 
 Copies of the authors' files were at hand for DeepSeek, gpt-oss, Kimi K2, Llama 4 Scout, Qwen3 and later, Nemotron-H
 56B, Nemotron 3, Gemma 4, Olmo 3, Phi-4, LFM2.5 and Falcon-H1 0.5B. Copies of Kimi Linear, LFM2 8B, MiniMax M2.5 and
-MiMo V2 Flash may lack keys, and those of Codestral Mamba, Falcon 7B, h2oGPT, Hunyuan MT2, Mamba 130M, MPT 7B,
-Persimmon, Polyglot-Ko and Trinity are in other programs or reports. The files of ERNIE 4.5 21B, GLM, Granite,
+MiMo V2 Flash may lack keys, and those of ALLaM, Codestral Mamba, Falcon 7B, h2oGPT, Hunyuan MT2, Mamba 130M, MPT 7B,
+Persimmon, phi-1, Polyglot-Ko and Trinity are in other programs or reports. The files of ERNIE 4.5 21B, GLM, Granite,
 Nemotron-H 8B, Nemotron Nano v2, Falcon-H1 7B, Gemma 2 to 3n and SmolLM3 are put together from several sources. Those of
 Bamba, Jamba, Zamba2, MiniCPM3 and Qwen1.5-MoE are from transformers' defaults and older files; MiniCPM3's factors of
-positions are invented. Those of CTRL, dots.llm1, Falcon 2, Galactica, GPT, GPT-SW3 and Nemotron Mini are from memory.
+positions are invented. Those of CTRL, dots.llm1, Falcon 2, Galactica, GPT, GPT-SW3, MobileLLM and Nemotron Mini are
+from memory.
 
 Left out are `quantization_config`, which is read elsewhere, the networks for images and sounds, and keys that nearly
 all files have (`USUAL`).
@@ -639,6 +640,33 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 62, "num_key_value_heads": 32, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
         "rope_scaling": None, "rope_theta": 10000000, "routed_scaling_factor": 2.5, "scoring_func": "noaux_tc",
         "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 152064,
+    },
+    "phi-1": {
+        "model_type": "phi", "architectures": ["PhiForCausalLM"], "attention_bias": False,
+        "auto_map": {"AutoConfig": "configuration_phi.PhiConfig"}, "embd_pdrop": 0.0, "hidden_act": "gelu_new",
+        "hidden_size": 2048, "intermediate_size": 8192, "layer_norm_eps": 1e-05, "max_position_embeddings": 2048,
+        "num_attention_heads": 32, "num_hidden_layers": 24, "num_key_value_heads": 32, "partial_rotary_factor": 0.5,
+        "qk_layernorm": False, "resid_pdrop": 0.0, "rope_scaling": None, "rope_theta": 10000.0, "rotary_dim": 32,
+        "tie_word_embeddings": False, "vocab_size": 50295,
+    },
+    "ALLaM 7B": {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "attention_bias": False, "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008,
+        "internal_version": "7b-alpha-v2.33.0.30", "max_position_embeddings": 4096, "mlp_bias": False,
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000.0, "tie_word_embeddings": False,
+        "vocab_size": 64000,
+    },
+    "MobileLLM R1 950M": {
+        "model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"], "attention_bias": False,
+        "attention_chunk_size": 32768, "attn_scale": 0.1, "attn_temperature_tuning": False, "floor_scale": 8192,
+        "for_llm_compressor": False, "head_dim": 64, "hidden_act": "silu", "hidden_size": 1536,
+        "interleave_moe_layer_step": 0, "intermediate_size": 6144, "intermediate_size_mlp": 6144,
+        "layer_types": repeated("F", 22), "max_position_embeddings": 32768, "moe_layers": [],
+        "no_rope_layers": [1] * 22, "num_attention_heads": 24, "num_experts_per_tok": 0, "num_hidden_layers": 22,
+        "num_key_value_heads": 6, "num_local_experts": 0, "output_router_logits": False, "pad_token_id": 200018,
+        "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 8000000.0, "router_aux_loss_coef": 0.001,
+        "router_jitter_noise": 0.0, "tie_word_embeddings": True, "use_qk_norm": True, "vocab_size": 128256,
     },
     "Trinity Nano": {
         "model_type": "afmoe", "architectures": ["AfmoeForCausalLM"], "global_attn_every_n_layers": 4, "head_dim": 128,

@@ -324,6 +324,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Qwen3's heads without norms": ({"model_type": "qwen3_moe", "use_qk_norm": False}, "it says use_qk_norm = False"),
     "a shared expert": ({"model_type": "qwen3_moe", "shared_expert_intermediate_size": 9}, "says shared_expert_interm"),
     "Llama's heads with norms": ({"use_qk_norm": True}, "it says use_qk_norm = True"),
+    "no layers with experts, without a list": (
+        SIZES | {"model_type": "llama4_text", "interleave_moe_layer_step": 0},
+        "interleave_moe_layer_step is 0; it must be",
+    ),
     "two activations": ({"activation": "swiglu", "hidden_act": "gelu"}, "it says activation = 'swiglu'"),
     "YaRN's two factors": (
         {"rope_scaling": {"type": "yarn", "factor": 4.0, "attn_factor": 0.9, "attention_factor": 1.0}},

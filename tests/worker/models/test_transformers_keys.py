@@ -48,6 +48,7 @@ REPEATED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a size of Falcon": ({"model_type": "falcon", "num_hidden_layers": 2}, {"ff_factor": 2}),
     "a part of heads of Nemotron": ({"model_type": "nemotron", "partial_rotary_factor": 0.5}, {"rope_percent": 0.25}),
     "a head's size": ({"model_type": "nemotron", "head_dim": 16}, {"kv_channels": 8}),
+    "a part of heads of Phi": ({"model_type": "phi", "partial_rotary_factor": 0.5}, {"rotary_dim": 4}),
     "groups of heads": ({"model_type": "persimmon", "num_key_value_heads": 4}, {"num_key_value_heads": 2}),
     "experts that overflow": (
         {"model_type": "ernie4_5_moe", "moe_num_experts": 4, "moe_k": 2}, {"moe_capacity": [4, 4, 2]}

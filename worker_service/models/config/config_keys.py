@@ -12,8 +12,8 @@ BOOKKEEPING = frozenset({
     "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal", "_commit_hash",
     "_experts_implementation", "_experts_implementation_internal", "_flash_attn_2_enabled", "_from_model_config",
     "_model_name_or_path", "_name_or_path", "_sliding_window_pattern", "export_model_type", "finetuning_task",
-    "is_composition",
-    "is_llama_config", "model_max_length", "model_name", "name_or_path", "revision", "tokenizer_class",
+    "internal_version", "is_composition", "is_llama_config", "model_max_length", "model_name", "name_or_path",
+    "revision", "tokenizer_class",
     "tokenizer_model_max_length", "tokenizer_name", "tokenizer_padding_side", "transformers.js_config",
     "transformers_version", "unsloth_fixed", "unsloth_training", "unsloth_version", "verbose",
 })  # fmt: skip

@@ -119,6 +119,10 @@ _ONLY: Mapping[str, Mapping[str, object]] = {
 """Fields of transformers' classes that their code does not read, by family, with the value that the code implements."""
 
 
+def _share_of_heads(network: Any) -> float:
+    return (network.rope_parameters or {}).get("partial_rotary_factor") or 1
+
+
 def _of_mimo(network: Any) -> dict[str, object]:
     """MiMo V2 Flash; transformers' class computes the layers' kinds in place of reading them."""
     window = network.sliding_window - 1  # transformers counts the token itself
@@ -151,6 +155,9 @@ _COMPUTED: Mapping[str, Callable[[Any], Mapping[str, object]]] = {
     "mamba2": lambda network: {"intermediate_size": int(network.expand * network.hidden_size)},
     "mimo_v2_flash": _of_mimo,
     "nemotron": lambda network: {"kv_channels": network.head_dim},
+    "phi": lambda network: {
+        "rotary_dim": network.hidden_size // network.num_attention_heads * _share_of_heads(network),
+    },
     "persimmon": lambda network: {"num_key_value_heads": network.num_attention_heads},
 }  # fmt: skip
 """Unread keys in published files, by family, with the values that follow from transformers' configuration object."""

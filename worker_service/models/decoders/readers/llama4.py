@@ -32,12 +32,14 @@ def read_llama4(json: ReadKeys) -> DecoderConfig:
     else:
         json.without_effect("attn_scale", "floor_scale")
     normalises, attention_bias = json.boolean("use_qk_norm", True), json.boolean("attention_bias", False)
-    step = json.integer("interleave_moe_layer_step", 1)
     with_experts = json.integers("moe_layers", least=0, most=MAX_LAYERS)
+    step = json.integer("interleave_moe_layer_step", 1, least=1 if with_experts is None else 0)
     if with_experts is None:
         with_experts = [number for number in range(num_layers) if (number + 1) % step == 0]
     json.neutral(for_llm_compressor=False)
-    rope, mixture = _rope(json, normalises), _mixture(json)
+    rope, mixture = _rope(json, normalises), _mixture(json) if with_experts else None
+    if mixture is None:  # files of networks without experts say 0
+        json.without_effect("intermediate_size", "num_experts_per_tok", "num_local_experts")
     config = read_layers(
         json,
         num_kv_heads=8,
