@@ -38,4 +38,5 @@ class Transformers:
             min_new_tokens=num_tokens,
             do_sample=False,
             eos_token_id=[],
+            pad_token_id=0,
         )
