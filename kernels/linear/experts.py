@@ -23,7 +23,7 @@ class Routing:
     num_chosen: int
     """Experts for each token."""
     is_sigmoid: bool
-    """Whether scores are sigmoids of logits, as in V3. If not, scores are a softmax of logits, as in V2."""
+    """Whether a sigmoid turns logits into scores, as in V3. Otherwise a softmax does, as in V2."""
     renormalise: bool
     """Whether weights are divided by their sum."""
     scale: float
@@ -36,8 +36,8 @@ class Routing:
     least_sum: float = 1e-20
     """Added to the sum by which weights are divided: all weights may be 0."""
     sums_pairs: bool = False
-    """Whether the score of a group is the sum of its two largest softmax scores. If not, the score is the largest one.
-    With sigmoids, the score is always the sum."""
+    """Whether a group's two largest scores are added for the score of the group. Otherwise the largest score counts.
+    Sigmoid scores are always added."""
 
     def __post_init__(self) -> None:
         size, rest = divmod(self.num_experts, self.num_groups)

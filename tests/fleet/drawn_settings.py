@@ -107,7 +107,7 @@ class Model:
     blocks_each: int = 1
     """Blocks of all groups of layers for a block's tokens, at most."""
     has_groups: bool = False
-    """Whether the cache needs groups of layers."""
+    """Whether the worker refuses --disable-hybrid-kv-cache-manager for this model."""
     has_states: bool = False
 
 

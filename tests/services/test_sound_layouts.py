@@ -45,7 +45,14 @@ def test_voxtral_has_whole_windows_as_in_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("hop_length", 80), ("dither", 0.1), ("loudness", 2), ("feature_size", 8), ("image_mean", 2)],
+    [
+        ("hop_length", 80),
+        ("dither", 0.1),
+        ("loudness", 2),
+        ("feature_size", 8),
+        ("do_normalize", True),
+        ("image_mean", 2),
+    ],
 )
 def test_files_that_change_features_are_refused(tmp_path: Path, key: str, value: object) -> None:
     change(make_model(tmp_path) / "preprocessor_config.json", **{key: value})

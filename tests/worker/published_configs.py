@@ -1,13 +1,13 @@
 """The config.json files of published models.
 
 Copies of the authors' files were at hand for DeepSeek, gpt-oss, Kimi K2, Llama 4 Scout, Qwen3 and later, Nemotron-H
-56B, Nemotron 3, Gemma 4, Olmo 3, Phi-4, LFM2.5 and Falcon-H1 0.5B. Copies of Kimi Linear, LFM2 8B, MiniMax M2.5 and
-MiMo V2 Flash may lack keys, and those of ALLaM, Codestral Mamba, Falcon 7B, h2oGPT, Hunyuan MT2, Mamba 130M, MPT 7B,
-Persimmon, phi-1, Polyglot-Ko and Trinity are in other programs or reports. The files of ERNIE 4.5 21B, GLM, Granite,
-Nemotron-H 8B, Nemotron Nano v2, Falcon-H1 7B, Gemma 2 to 3n and SmolLM3 are put together from several sources. Those of
-Bamba, Jamba, Zamba2, MiniCPM3 and Qwen1.5-MoE are from transformers' defaults and older files; MiniCPM3's factors of
-positions are invented. Those of CTRL, dots.llm1, Falcon 2, Galactica, GPT, GPT-SW3, MobileLLM and Nemotron Mini are
-from memory.
+56B, Nemotron 3, Gemma 4, Olmo 3, Phi-4, LFM2.5 and Falcon-H1 0.5B. The copies for Kimi Linear, LFM2 8B, MiniMax M2.5
+and MiMo V2 Flash may lack keys. Other programs or reports contain the files of ALLaM, Codestral Mamba, Falcon 7B,
+h2oGPT, Hunyuan MT2, Mamba 130M, MPT 7B, Persimmon, phi-1, Polyglot-Ko and Trinity. The files of ERNIE 4.5 21B, GLM,
+Granite, Nemotron-H 8B, Nemotron Nano v2, Falcon-H1 7B, Gemma 2 to 3n and SmolLM3 are put together from several sources.
+Those of Bamba, Jamba, Zamba2, MiniCPM3 and Qwen1.5-MoE are from transformers' defaults and older files; MiniCPM3's
+factors of positions are invented. Those of CTRL, dots.llm1, Falcon 2, Galactica, GPT, GPT-SW3, MobileLLM and Nemotron
+Mini are from memory.
 
 Left out are `quantization_config`, which is read elsewhere, the networks for images and sounds, and keys that nearly
 all files have (`USUAL`).

@@ -261,8 +261,8 @@ def test_a_draft_model_has_graphs_without_adapters(
 
 
 def test_the_kernels_of_gpus_leave_padding_rows_alone(make_checkpoint: Callable[..., Path], interpreted: None) -> None:
-    """Of prompts, guesses, adapters and decodes, in two groups of layers: nothing is stored but what single launches
-    store."""
+    """A replay stores the same keys and values as single launches, in two groups of layers. The steps have prompts,
+    guesses, adapters and decodes."""
     two_layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
     runner = eager(make_checkpoint(**HEADS_OF_TWO_SIZES | two_layers), room=ROOM)
     cache, blocks = runner.cache_engine.cache, runner.cache_engine.device_blocks

@@ -71,17 +71,22 @@ def test_layers_that_read_the_keys_of_others_have_no_cache_of_their_own() -> Non
     assert (config.num_layers, config.windows, config.needs.readers) == (3, (9, None, 9), (0, 1, 2, 1, 2))
 
 
+def check_log_probabilities(network: Any, path: Path) -> None:
+    """Compare a network of random weights with its checkpoint, in chunks."""
+    randomize(network)
+    network.save_pretrained(path)
+    with torch.inference_mode():
+        expected = network(input_ids=torch.tensor([PROMPT]), use_cache=False).logits[0].log_softmax(-1)
+    found = SteppedWorker(load_runner(path)).prompt_logprobs([5, 1, 17, 13])
+    torch.testing.assert_close(found, expected[:-1], atol=1e-4, rtol=1e-4)
+
+
 def test_a_file_of_all_parts_of_a_multimodal_network_computes_text(tmp_path: Path) -> None:
     config = tiny_config("llama4")
     config.text_config.for_llm_compressor = False  # a key of published files
     torch.manual_seed(0)
     network = AutoModelForImageTextToText.from_config(config).eval()
-    randomize(network)
-    network.save_pretrained(tmp_path)
-    with torch.inference_mode():
-        expected = network(input_ids=torch.tensor([PROMPT]), use_cache=False).logits[0].log_softmax(-1)
-    found = SteppedWorker(load_runner(tmp_path)).prompt_logprobs([5, 1, 17, 13])
-    torch.testing.assert_close(found, expected[:-1], atol=1e-4, rtol=1e-4)
+    check_log_probabilities(network, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -96,12 +101,7 @@ def test_code_of_layers_with_states_runs_with_attention_alone(
         setattr(config, name, value)
     torch.manual_seed(0)
     network = AutoModelForCausalLM.from_config(config).eval()
-    randomize(network)
-    network.save_pretrained(tmp_path)
-    with torch.inference_mode():
-        expected = network(input_ids=torch.tensor([PROMPT]), use_cache=False).logits[0].log_softmax(-1)
-    found = SteppedWorker(load_runner(tmp_path)).prompt_logprobs([5, 1, 17, 13])
-    torch.testing.assert_close(found, expected[:-1], atol=1e-4, rtol=1e-4)
+    check_log_probabilities(network, tmp_path)
 
 
 def test_longrope_ends_where_its_frequencies_would_change() -> None:

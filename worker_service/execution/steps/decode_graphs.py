@@ -168,7 +168,7 @@ def _shared_inputs(
     if not isinstance(config, DecoderConfig) or is_narrow(keys.dtype) or config.latent is not None:
         return None  # neither 8-bit kernels nor latents' can share parts
     if not has_one_kind(needs_of(config, config.num_kv_heads)):
-        return None  # the sizes below would not be those of every layer
+        return None  # SharedInputs has one size of heads for all layers
     # Heads of the whole model, so that every rank makes the same choice. A rank with a copy of a key head could share
     # more rows.
     groups = config.num_heads // config.num_kv_heads

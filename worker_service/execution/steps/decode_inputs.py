@@ -41,7 +41,8 @@ def bucket_sizes(max_num_rows: int) -> list[int]:
 
 
 _TOKEN, _POSITION, _CONTEXT, _SLOTS = range(4)
-"""Rows of the transfer. The last has the slots of the first group of layers, before those of other groups."""
+"""Rows of the transfer. Row 3 has the slots of the first group of layers. Other groups' slots are in the rows after it.
+"""
 
 
 class DecodeInputs:

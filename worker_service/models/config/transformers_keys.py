@@ -80,9 +80,8 @@ _NEUTRAL: Mapping[str, Mapping[str, object]] = {
         "num_nextn_predict_layers": 0, "use_grouped_topk": True,
     },
     "mamba": {"fused_add_norm": True, "pad_vocab_size_multiple": 8, "rms_norm": True},
-    # Codestral's file says that gates follow the norm, but its gates, like all in transformers' code, come before it.
     "mamba2": {
-        "fused_add_norm": True, "norm_before_gate": True, "rms_norm": True, "time_step_init_scheme": "random",
+        "fused_add_norm": True, "rms_norm": True, "time_step_init_scheme": "random",
         "time_step_scale": 1.0,
     },
     "modernbert": {"position_embedding_type": "sans_pos"},
@@ -98,11 +97,14 @@ _UNUSED: Mapping[str, tuple[str, ...]] = {
     "afmoe": ("load_balance_coeff", "use_grouped_mm"),
     "ernie4_5_moe": ("num_nextn_predict_layers",),  # these layers are not loaded
     "gpt_neox": ("num_steps",),
-    # Of a classifier and of layers that share keys, which a neutral key rules out, and of images.
+    # Keys of a classifier, of images, and of layers that share keys. No layers share keys, because `use_cla` must be
+    # false.
     "hunyuan_v1_dense": (
         "cla_share_factor", "class_num", "dense_list", "im_end_id", "im_newline_id", "im_start_id", "mask_init_id",
         "org_vocab_size", "pad_id", "pool_type", "text_end_id", "text_start_id",
     ),
+    # transformers' code multiplies by gates before the norm, also for Codestral's file, which says true.
+    "mamba2": ("norm_before_gate",),
 }  # fmt: skip
 """Unread keys in published files, by family, that have no effect with any value: notes on the training, settings of
 other programs, and parameters of what the network does not have."""
